@@ -21,6 +21,11 @@ def has_value(x: Tensor) -> bool:
     return x.device.type != "meta" and not isinstance(x, FakeTensor)
 
 
+def has_streams(device: torch.device) -> bool:
+    """Return whether a device computes on streams, which wait for one another by events."""
+    return device.type not in ("cpu", "meta", "mps")
+
+
 def is_capturing() -> bool:
     """Return whether what is queued now becomes part of a CUDA graph. Then events may not be queried, nor waited for."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -38,7 +38,7 @@ from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate, is_dense
 from revzoo.runtime.schedule import Applicable, check_schedule
-from revzoo.runtime.seams import Ahead, Arithmetic, LookaheadOption
+from revzoo.runtime.seams import LookaheadOption
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 
@@ -180,7 +180,7 @@ def run_chain(
     *,
     side: Any = None,
     exact: bool = False,
-    lookahead: Ahead | None = None,
+    lookahead: Any = None,
     segment: InvertedSegment | None = None,
     keep: Sequence[Pattern] = (),
 ) -> Pair:
@@ -261,7 +261,7 @@ def _run_recorded(
     x2: Tensor,
     side: Any,
     exact: bool,
-    lookahead: Ahead | None,
+    lookahead: Any,
     segment: InvertedSegment | None,
     keep: Sequence[Pattern],
 ) -> Pair:
@@ -286,7 +286,7 @@ def _run_recorded(
 
 def _start(
     links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: bool, will_invert: bool = False
-) -> tuple[Arithmetic | None, Pair]:
+) -> tuple[Any, Pair]:
     couplings = [link.coupling for link in links if isinstance(link, Step)]
     if not exact and not any(coupling.is_exact for coupling in couplings):
         return None, (x1, _dense(x2) if couplings else x2)

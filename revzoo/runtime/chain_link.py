@@ -18,7 +18,6 @@ from revzoo.runtime.inventory import take_inventory
 from revzoo.runtime.observation import begin_call, calls, end_call
 from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate
 from revzoo.runtime.recorded_call import RecordedCall, Recoverer
-from revzoo.runtime.seams import Arithmetic
 from revzoo.runtime.segment import InvertedSegment, SavedInputs
 from revzoo.sharded import is_sharded
 
@@ -92,7 +91,7 @@ def record_step(step: Step, forward: Forward, watched: bool) -> RecordedCall:
     return RecordedCall(f, step.name, forward, selective=step.mode.is_selective, watched=watched, inventory=inventory)
 
 
-def watch_range(grid: Arithmetic, pair: Pair, link: Step | Bijection) -> None:
+def watch_range(grid: Any, pair: Pair, link: Step | Bijection) -> None:
     """Raise RecoveryError if the newer state has left the grid, or is NaN."""
     grid.watch(pair[1], f"after {link.name if isinstance(link, Step) else type(link).__name__}")
 

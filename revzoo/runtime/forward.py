@@ -13,7 +13,6 @@ from revzoo.errors import RecoveryError
 from revzoo.runtime.inventory import Pattern
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import Snapshot, find_generators
-from revzoo.runtime.seams import Ahead, Arithmetic, Comparing
 from revzoo.runtime.settings import Settings
 
 # Threads share random streams, buffers and settings of a device, so they take turns.
@@ -81,8 +80,8 @@ class Forward:
         x: Tensor,
         *,
         side: Any = None,
-        lookahead: Ahead | None = None,
-        grid: Arithmetic | None = None,
+        lookahead: Any = None,
+        grid: Any = None,
         keep: Sequence[Pattern] = (),
     ):
         self.device = x.device
@@ -94,7 +93,7 @@ class Forward:
         self.lookahead = lookahead
         self.grid = grid
         self.keep = keep
-        self.round: Comparing | None = None
+        self.round: Any = None
         self.drift: Any = None
         self.is_one_of_several = processes_communicate()
         self.side = side

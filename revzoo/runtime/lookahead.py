@@ -10,7 +10,7 @@ Backward asks for the calls of a forward in reverse order, so the next one is kn
 
 Where the recovery runs depends on the device, and on what is around backward:
 
-    cuda                     on a side stream; the host waits for nothing. In a CUDA graph it becomes a branch
+    an accelerator           on a side stream; the host waits for nothing. In a CUDA graph it becomes a branch
     cpu                      in a thread of its own
     under a dispatch mode    at once, in the thread of backward, so that the mode sees all of it: one that counts bytes counts
                              those of two calls
@@ -38,6 +38,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from revzoo.host_copy import has_streams
 from revzoo.runtime.forward import processes_communicate, runs_step
 from revzoo.runtime.random_state import leave_alone
 from revzoo.runtime.tripwire import send_comparisons
@@ -242,7 +243,7 @@ def _choose_executor(recoverable: Recoverable) -> _Executor | None:
 def _find_obstacle(recoverable: Recoverable) -> str | None:
     """Return why a call cannot be recovered beside a gradient, None if it can."""
     device = recoverable.device
-    if device.type not in ("cpu", "cuda"):
+    if device.type != "cpu" and not has_streams(device):
         return f"there is no side stream on {device.type}"
     if processes_communicate():
         if device.type == "cpu":
@@ -255,7 +256,7 @@ def _find_obstacle(recoverable: Recoverable) -> str | None:
         return "backward is compiled (compiled autograd)"
     if not recoverable.settings_are_in_force:
         return "settings of PyTorch that all threads share have changed since forward"
-    if device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+    if device.type != "cpu" and torch.is_autocast_enabled(device.type):
         return "backward runs under autocast, whose cache of weights belongs to one stream; call backward() outside of it"
     return None
 
@@ -331,7 +332,7 @@ def _recover_with(num_threads: int, recoverable: Recoverable) -> None:
     recoverable.recover_ahead()
 
 
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+_side_streams: dict[torch.device, torch.Stream] = {}
 
 
 def _recover_on_side_stream(recoverable: Recoverable) -> _Started:
@@ -342,12 +343,12 @@ def _recover_on_side_stream(recoverable: Recoverable) -> _Started:
     safely use their memory again.
     """
     device = recoverable.device
-    side = _side_streams.get(device) or _side_streams.setdefault(device, torch.cuda.Stream(device))
-    side.wait_stream(torch.cuda.current_stream(device))
+    side = _side_streams.get(device) or _side_streams.setdefault(device, torch.Stream(device))
+    side.wait_stream(torch.accelerator.current_stream(device))
     for tensor in recoverable.sources:  # they may be freed while the side stream still reads them
         tensor.record_stream(side)
     raised: list[Exception] = []
-    with torch.cuda.stream(side):
+    with side:
         try:
             recoverable.recover_ahead()
         except Exception as error:
@@ -355,7 +356,7 @@ def _recover_on_side_stream(recoverable: Recoverable) -> _Started:
         end = side.record_event()
 
     def wait() -> None:
-        torch.cuda.current_stream(device).wait_event(end)
+        torch.accelerator.current_stream(device).wait_event(end)
         if raised:
             raise raised[0]
 

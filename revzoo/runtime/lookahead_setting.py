@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from revzoo.errors import InputError
-from revzoo.host_copy import is_capturing
+from revzoo.host_copy import has_streams, is_capturing
 from revzoo.runtime import seams
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.lookahead import Lookahead
@@ -129,9 +129,9 @@ class _Stopwatch:
             self._start = None
 
     def _mark(self) -> Any:
-        if self._device.type != "cuda":
+        if not has_streams(self._device):
             return time.perf_counter()
-        return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
+        return torch.accelerator.current_stream(self._device).record_event(torch.Event(self._device, enable_timing=True))
 
 
 class _Timing(NamedTuple):

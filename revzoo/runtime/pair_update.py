@@ -15,7 +15,6 @@ from revzoo.dtype import match_dtype
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import wraps_tensors
-from revzoo.runtime.seams import Arithmetic
 
 Strides = tuple[int, ...] | None
 
@@ -73,7 +72,7 @@ class StepUpdate:
     reads = 1
     growth = 1.0
 
-    def __init__(self, coupling: Coupling, grid: Arithmetic | None, previous: Tensor | None = None, will_invert: bool = False):
+    def __init__(self, coupling: Coupling, grid: Any, previous: Tensor | None = None, will_invert: bool = False):
         self._coupling = coupling
         self._grid = grid
         self.b = coupling.b

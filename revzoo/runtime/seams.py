@@ -16,75 +16,13 @@ axes than stands here.
 A coupling is asked for its coefficients in every forward (`Coupling.bind`), and may return others for each example.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
 LookaheadOption = Literal[0, 1, "auto"]
-
-
-class Arithmetic(Protocol):
-    """How states are advanced and inverted, if not in floating point: on a grid."""
-
-    dtype: torch.dtype
-
-    def round(self, x: Tensor) -> Tensor: ...
-
-    def advance(self, coupling: Any, previous: Tensor, current: Tensor, out: Tensor, *, keeps_bits: bool = False) -> Any: ...
-
-    def invert(
-        self, coupling: Any, following: Tensor, current: Tensor, out: Tensor, kept: Any, into: Tensor | None
-    ) -> Tensor: ...
-
-    def watch(self, state: Tensor, where: str) -> None: ...
-
-
-class Ahead(Protocol):
-    """Recovers calls ahead of backward. What it is given are the handles that the graph holds of calls."""
-
-    @property
-    def latest(self) -> Any: ...
-
-    def follow(self, recoverable: Any) -> None: ...
-
-    def start(self, recoverable: Any) -> None: ...
-
-    def finish(self, recoverable: Any) -> bool: ...
-
-    def forget(self) -> None: ...
-
-
-class Comparing(Protocol):
-    """Compares the second runs of one forward with the first."""
-
-    def watch_call(self, call: Any, x: Tensor, *, same_input: bool, reads_whole: bool) -> Any: ...
-
-    def watch_segment(self, exact: bool) -> "StateWatch": ...
-
-    def compare_alone(self, call: Any, inputs: Sequence[Tensor]) -> None: ...
-
-    def note_compared(self) -> None: ...
-
-    def send(self) -> None: ...
-
-
-class StateWatch(Protocol):
-    """Compares the states that the recovery of one segment rebuilds."""
-
-    def restart(self) -> None: ...
-
-    def note(self, call: Any, state: Tensor, is_rebuilt: bool) -> Any: ...
-
-    def begin(self, last: Sequence[Tensor]) -> None: ...
-
-    def compare(self, noted: Any, call: Any, update: Any, rebuilt: Tensor, refilled: bool) -> None: ...
-
-    def compare_refilled(self, call: Any) -> None: ...
-
-    def note_advance(self, update: Any) -> None: ...
 
 
 class Keeper(Protocol):
@@ -103,7 +41,7 @@ class Keeper(Protocol):
 
 
 begin_forward: list[Callable[..., None]] = []  # called with the forward, an input, the steps, and the segment before them
-make_grid: Callable[..., Arithmetic]
+make_grid: Callable[..., Any]  # called as `Grid`
 make_lookahead: Callable[[Any], Any]  # called with the option
 record_layerwise: Callable[..., Any]  # called with step, forward and whether it is watched; returns a call, or None
 keep_products: Callable[[], Any]

@@ -32,7 +32,6 @@ from revzoo.errors import RecoveryError
 from revzoo.runtime.observation import note_inversion
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.refill_hooks import make_inner_derivative_error
-from revzoo.runtime.seams import Comparing, StateWatch
 
 States = tuple[Tensor, ...]  # a pair between steps, one tensor between layers
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
@@ -78,7 +77,7 @@ class SavedInputs:
 
     gives_same_bits = True
 
-    def __init__(self, inputs: Sequence[Tensor], round: Comparing | None = None):
+    def __init__(self, inputs: Sequence[Tensor], round: Any = None):
         self.lock = RLock()
         self._inputs = KeptStates(inputs)
         self._round = round
@@ -164,7 +163,7 @@ class InvertedSegment:
     Cost: the states of one boundary, one extra forward of each step or layer.
     """
 
-    def __init__(self, exact: bool, round: Comparing | None, origin: Origin | None = None) -> None:
+    def __init__(self, exact: bool, round: Any, origin: Origin | None = None) -> None:
         self.lock = RLock() if origin is None else origin.lock  # one for both, so that no two threads wait for each other
         self._exact = exact
         self._round = round
@@ -178,7 +177,7 @@ class InvertedSegment:
         # Whether passed layers may free what their inverses need: not with an origin, which may give the last states again.
         self._frees = False
         self._in_use: list[RecordedCall] = []  # the calls recovered last
-        self._watch: StateWatch | None = None if round is None else round.watch_segment(exact)
+        self._watch: Any = None if round is None else round.watch_segment(exact)
 
     @property
     def gives_same_bits(self) -> bool:
@@ -186,7 +185,7 @@ class InvertedSegment:
         return self._exact
 
     @property
-    def round(self) -> Comparing | None:
+    def round(self) -> Any:
         """What counts that second runs are compared; None if they are not."""
         return self._round
 

@@ -53,26 +53,30 @@ _EVERYWHERE: list[_Setting] = [
     (_C._get_math_sdp_enabled, backends.cuda.enable_math_sdp),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
 ]
-_CPU: list[_Setting] = [
-    *_EVERYWHERE,
-    (torch.get_num_threads, torch.set_num_threads),
-    (_read_least, _set_least),
-    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
-    _precision("mkldnn", "matmul"),
-    _precision("mkldnn", "conv"),
-]
-_ELSEWHERE: list[_Setting] = [
-    *_EVERYWHERE,
-    (_C._get_mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
-    (_C._get_cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
-    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
-    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
-    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
-    _precision("cuda", "matmul"),
-    _precision("cuda", "conv"),
-    _precision("cuda", "rnn"),
-]
-_TF32 = 2.0**-10
+# By the type of the device: another one is another row. Without one, those above are all.
+_OF_DEVICE: dict[str, list[_Setting]] = {
+    "cpu": [
+        *_EVERYWHERE,
+        (torch.get_num_threads, torch.set_num_threads),
+        (_read_least, _set_least),
+        (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+        _precision("mkldnn", "matmul"),
+        _precision("mkldnn", "conv"),
+    ],
+    "cuda": [
+        *_EVERYWHERE,
+        (_C._get_mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
+        (_C._get_cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
+        (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+        (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+        (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+        _precision("cuda", "matmul"),
+        _precision("cuda", "conv"),
+        _precision("cuda", "rnn"),
+    ],
+}
+# Relative spacing of the coarsest numbers that a device computes with in float32: on a GPU, convolutions use TF32 by default.
+_SPACING = {"cuda": 2.0**-10}
 _Entered = tuple[list[Any], torch.device | None]
 
 
@@ -84,7 +88,7 @@ class Settings:
     """
 
     def __init__(self, device: torch.device):
-        shared = _CPU if device.type == "cpu" else _ELSEWHERE
+        shared = _OF_DEVICE.get(device.type, _EVERYWHERE)
         self._shared = len(shared)
         settings = list(shared)
         for kind in {"cpu", device.type} - {"meta"}:
@@ -97,9 +101,8 @@ class Settings:
         autocast = [
             torch.finfo(dtype).eps for enabled, dtype in zip(*[iter(self._values[self._shared :])] * 2, strict=True) if enabled
         ]
-        # Relative spacing of the coarsest numbers that are computed with, whatever the operands are. On a GPU, float32
-        # convolutions use TF32 by default.
-        self.spacing: float = max(autocast, default=_TF32 if device.type == "cuda" else 0.0)
+        # Relative spacing of the coarsest numbers that are computed with, whatever the operands are.
+        self.spacing: float = max(autocast, default=_SPACING.get(device.type, 0.0))
 
     @property
     def are_in_force(self) -> bool:
