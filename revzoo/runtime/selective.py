@@ -260,7 +260,7 @@ def _map(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any
 def _find_storage(tensor: Tensor) -> int:
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # it has no single one, such as a sparse tensor
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse tensors have no single one, lazy parameters none
         return 0
 
 

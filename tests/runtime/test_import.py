@@ -33,6 +33,7 @@ def test_the_runtime_imports_neither_the_compiler_nor_dtensor_nor_the_rest_of_re
         "after_import",
         "bijection",
         "bounds",
+        "dtype",
         "errors",
         "host_copy",
         "inplace_abn",
