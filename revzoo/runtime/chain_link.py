@@ -104,7 +104,8 @@ def call_step(
     recoverer: Recoverer | None = None,
 ) -> Tensor:
     """Return f(w[k]), recorded by `call` if there is one, after checking that it fits the stream it is added to."""
-    unversioned = torch.compiler.is_compiling() or pair[1].is_inference()
+    # Nothing is compiled where a call is recorded.
+    unversioned = (call is None and torch.compiler.is_compiling()) or pair[1].is_inference()
     version = None if unversioned else pair[1]._version
     if calls.observer is not None:
         begin_call(step.f, pair[1:], pair)

@@ -7,7 +7,7 @@ BatchNorm statistics are the same before and after, and what f sets on its modul
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -31,11 +31,11 @@ class Conditions:
     """
 
     __slots__ = (
-        "_f", "_graph", "_name", "_statistics", "_versions", "fixed", "forward", "inventory", "random",
+        "_graph", "_name", "_root", "_statistics", "_versions", "fixed", "forward", "inventory", "random",
     )  # fmt: skip
 
     def __init__(self, f: Callable[..., Any], name: str, forward: Forward, inventory: Inventory | None = None):
-        self._f = f
+        self._root = get_root(f) if isinstance(f, nn.Module) else None
         self._name = name
         self.forward = forward
         self.inventory = inventory = take_inventory(f) if inventory is None else inventory
@@ -85,10 +85,9 @@ class Conditions:
             )
         turn = take_turn(self.forward.device)
         states: list[Tensor] | None = None
-        root, training, statistics, entered, attributes = None, inventory.training, None, None, None
+        root, training, statistics, entered, attributes = self._root, inventory.training, None, None, None
         try:
-            if inventory.training:  # flags: f is a module
-                root = get_root(self._f)  # type: ignore[arg-type]
+            if root is not None:
                 training = inventory.read_training(root)
                 if training != inventory.training:
                     inventory.set_training(root, inventory.training)
@@ -129,7 +128,7 @@ class Conditions:
         inventory = self.inventory
         if inventory.has_same_entries():
             return
-        if replaced := inventory.find_replaced(get_root(cast(Any, self._f))):
+        if self._root is not None and (replaced := inventory.find_replaced(self._root)):
             raise RecoveryError(
                 f"{replaced!r} of {self._name} was another tensor or module in forward, as under torch.func.functional_call or "
                 "after load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
@@ -143,7 +142,7 @@ class Conditions:
     @property
     def is_compiled(self) -> bool:
         """Whether f, or a module in it, was compiled by itself."""
-        return isinstance(self._f, nn.Module) and self.inventory.has_compiled(get_root(self._f))
+        return self._root is not None and self.inventory.has_compiled(self._root)
 
     @property
     def is_observed(self) -> bool:
@@ -180,7 +179,7 @@ class Conditions:
         if now == self._versions:
             return None
         tensor = next(t for t, a, b in zip(self.fixed, now, self._versions, strict=True) if a != b)
-        return self.inventory.name(get_root(cast(Any, self._f)), tensor)
+        return "side input" if self._root is None else self.inventory.name(self._root, tensor)
 
 
 def _clone(buffers: Mapping[str, Tensor | None]) -> Tensors:

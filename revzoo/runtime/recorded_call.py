@@ -174,6 +174,11 @@ class RecordedCall:
         return self._find_handle is not None
 
     @property
+    def may_hand_over(self) -> bool:
+        """Whether autograd has saved nothing but inputs, the output, and what is kept."""
+        return self._sources is not None
+
+    @property
     def is_running(self) -> bool:
         """Whether its first run is under way."""
         return bool(self._given)

@@ -272,7 +272,9 @@ class InvertedSegment:
             call.refill(states[update.reads if self._at == goal else 0])
             if self._watch is not None:
                 self._watch.compare_refilled(call)
-        elif not (call.hand_over(output=states[-1]) if update.inverts_first else call.hand_over(states[0])):
+        elif not call.may_hand_over or not (
+            call.hand_over(output=states[-1]) if update.inverts_first else call.hand_over(states[0])
+        ):
             del states  # the run needs the memory
             self._invert(refill=True)
         if goal == self._first or self._at <= goal:  # else it runs again for the state in front of it
