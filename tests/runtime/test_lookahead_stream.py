@@ -11,8 +11,14 @@ from tests.runtime.test_lookahead import backward, told
 
 
 class Stream:
-    def __init__(self, name: str, log: list[str]):
-        self.name, self.log = name, log
+    def __init__(self, name: str, log: list[str], current: list["Stream"]):
+        self.name, self.log, self.current = name, log, current
+
+    def __enter__(self) -> None:
+        self.current.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.current.pop()
 
     def wait_stream(self, other: "Stream") -> None:
         self.log.append(f"{self.name} waits for all of {other.name}")
@@ -25,26 +31,13 @@ class Stream:
         self.log.append(f"{self.name} waits for {event}")
 
 
-class Current:
-    """What `torch.cuda.stream` returns."""
-
-    def __init__(self, stream: Stream, current: list[Stream]):
-        self.stream, self.current = stream, current
-
-    def __enter__(self) -> None:
-        self.current.append(self.stream)
-
-    def __exit__(self, *_: object) -> None:
-        self.current.pop()
-
-
 def test_the_side_stream(monkeypatch):
     log: list[str] = []
-    main, side = Stream("main", log), Stream("side", log)
-    current = [main]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[-1])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: side)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: Current(stream, current))
+    current: list[Stream] = []
+    main, side = Stream("main", log, current), Stream("side", log, current)
+    current.append(main)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: current[-1])
+    monkeypatch.setattr(torch, "Stream", lambda _: side)
     monkeypatch.setattr(lookahead, "_side_streams", {})
     monkeypatch.setattr(lookahead, "_choose_executor", lambda _: lookahead._recover_on_side_stream)
     monkeypatch.setattr(
