@@ -77,7 +77,7 @@ _OF_DEVICE: dict[str, list[_Setting]] = {
 }
 # Relative spacing of the coarsest numbers that a device computes with in float32: on a GPU, convolutions use TF32 by default.
 _SPACING = {"cuda": 2.0**-10}
-_Entered = tuple[list[Any], torch.device | None]
+_Entered = tuple[list[Any], bool, torch.device | None]  # the present values, whether they differ, the default device entered
 
 
 class Settings:
@@ -97,6 +97,7 @@ class Settings:
         self._values = self._present = self._read()
         self._task = -1  # the backward in which the present ones were read
         self._differs = False  # whether they are others
+        self._depth = 0  # of runs under these settings, one inside the other
         self._device = _read_default_device()
         autocast = [
             torch.finfo(dtype).eps for enabled, dtype in zip(*[iter(self._values[self._shared :])] * 2, strict=True) if enabled
@@ -112,17 +113,18 @@ class Settings:
     def enter(self) -> _Entered:
         """Put these settings in force; return what `leave` takes. The present ones are read once in a backward."""
         task, device = _C._current_graph_task_id(), None
-        if task == -1 or task != self._task:
-            self._task, self._present = task, self._read()
+        if task == -1 or task != self._task or self._depth:
+            self._task, self._present = -1 if self._depth else task, self._read()
             self._differs = self._present != self._values
-        present = self._present
-        if self._differs:
+        self._depth += 1
+        present, differs = self._present, self._differs
+        if differs:
             torch.autocast_increment_nesting()  # as `torch.autocast` does, which looks up the device's properties each time
             self._write(self._values, present)
         if (_C._len_torch_function_stack() or self._device != _NO_DEVICE) and _read_default_device() != self._device:
             device = self._device
             device.__enter__()  # a context, since the present one may be that of a `with` of the user
-        return present, device
+        return present, differs, device
 
     def leave(self, entered: _Entered, *, look: bool = True) -> bool:
         """Put the earlier settings in force again; return whether the run has left others than it was given.
@@ -131,10 +133,10 @@ class Settings:
             entered: what `enter` has returned.
             look: whether to look for that.
         """
-        present, device = entered
+        present, differs, device = entered
+        self._depth -= 1
         if device is not None:
             device.__exit__(None, None, None)
-        differs = self._differs
         if differs and torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         if not look:
