@@ -218,7 +218,7 @@ def take_inventory(f: Any) -> Inventory:
 
 def forget_inventory(f: Any) -> None:
     """Let go of what a module held in its latest recorded call: since then its tensors may have been exchanged."""
-    if isinstance(f, nn.Module):
+    if isinstance(f, nn.Module) and not torch.compiler.is_compiling():
         get_root(f).__dict__.pop(_NAME, None)
 
 
