@@ -38,7 +38,6 @@ class CallWatch:
 
     def __init__(self, x: Tensor, conditions: Conditions, *, same_input: bool, reads_whole: bool) -> None:
         self._conditions = conditions
-        self._same_input = same_input
         self._reads_whole = reads_whole
         self._is_on_cpu = can_read_now(x)
         self._repeats_bits = same_input and self._is_on_cpu and torch.get_num_threads() == 1 and not conditions.is_compiled

@@ -84,11 +84,16 @@ class ReversibleChain(nn.Module):
                 raise InputError(f"Step {i} must be a torch.nn.Module. Received: {type(step).__name__}.")
         self.steps = nn.ModuleList(steps)
         self.couplings = _per_step(coupling, len(self._names()))
-        self._known_links: tuple[Any, Any, Any, list[Step | Bijection]] = [], None, None, []
         self.exact = exact
         self.schedule = "invert"
         self.lookahead = lookahead
         self.keep = check_patterns(keep)
+
+    # Modules, couplings and schedule of the latest forward, and the links made of them.
+    _known_links: tuple[Any, Any, Any, list[Step | Bijection]] = ((), None, None, [])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_known_links"}
 
     @property
     def lookahead(self) -> LookaheadOption:
@@ -230,6 +235,8 @@ def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, s
     """
     if any(isinstance(link, Step) and link.coupling.kept_bits for link in links):
         raise InputError("The inverse needs the bits that forward kept, which are available in backward only.")
+    if any(isinstance(link, Step) and type(link.coupling).bind is not Coupling.bind for link in links):
+        raise InputError("The inverse needs the coefficients that forward drew, which are available in backward only.")
     if any(isinstance(link, Step) and link.coupling.b == 0 for link in links):
         raise InputError("A coupling with b = 0 has no inverse: it forgets the older stream.")
     grid, pair = _start(links, y1, y2, exact)

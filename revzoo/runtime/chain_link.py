@@ -51,6 +51,8 @@ def run_link(
     if link.mode.inverts and segment is None:
         segment = InvertedSegment(grid is not None, forward.round)
     coupling = link.coupling.bind(pair)
+    if grid is not None and coupling is not link.coupling:
+        raise InputError(f"{link.name} has coefficients for each example, which exact arithmetic cannot undo. Use exact=False.")
     if coupling is not link.coupling or calls.observer is not None:
         forward.snapshots = None  # random numbers may have been drawn
     update = StepUpdate(coupling, grid, pair[0], will_invert=rebuilds_state_before)

@@ -103,7 +103,7 @@ class Conditions:
             entered = settings.enter()
             return run(*args)
         finally:
-            if entered is not None and settings.leave(entered, look=attributes is not None):
+            if entered is not None and settings.leave(entered):
                 learned.sets_attributes = True
             if states is not None:
                 random.restore(states)

@@ -1,13 +1,15 @@
 """What all calls of one forward share, found once when it begins."""
 
 import os
+import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
-from threading import RLock
+from threading import RLock, get_ident
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.inventory import Pattern
@@ -17,8 +19,17 @@ from revzoo.runtime.settings import Settings
 
 # Threads share random streams, buffers and settings of a device, so they take turns.
 _turns: dict[torch.device, RLock] = {}  # while a step runs in one thread, no other runs a step on the same device
+_lent: dict[torch.device, RLock] = {}  # for those for whose work the owner of a turn waits
+_owners: dict[RLock, int] = {}
+
+
+def _forget_turns() -> None:
+    for each in (_turns, _lent, _owners):
+        each.clear()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_turns.clear)  # the thread that holds one does not exist in the child
+    os.register_at_fork(after_in_child=_forget_turns)  # the thread that holds one does not exist in the child
 _LONGEST_WAIT_SECONDS = 600.0
 
 
@@ -32,8 +43,11 @@ def take_turn(device: torch.device) -> RLock:
     """
     turn = _turns.get(device) or _turns.setdefault(device, RLock())
     if turn.acquire(False):
+        _owners[turn] = get_ident()
         return turn
-    if processes_communicate():
+    if _waits_for_backward(_owners.get(turn)):  # f differentiates inside, and this is autograd's thread of the device
+        turn = _lent.get(device) or _lent.setdefault(device, RLock())
+    elif processes_communicate():
         turn = RLock()
     if not turn.acquire(timeout=_LONGEST_WAIT_SECONDS):
         raise RecoveryError(
@@ -43,9 +57,15 @@ def take_turn(device: torch.device) -> RLock:
     return turn
 
 
+def _waits_for_backward(thread: int | None) -> bool:
+    """Return whether a thread waits for the end of a backward that other threads run."""
+    frame = None if thread is None else sys._current_frames().get(thread)
+    return frame is not None and frame.f_code is _engine_run_backward.__code__
+
+
 def runs_step() -> bool:
     """Return whether this thread is running a step."""
-    return any(cast(Any, turn)._is_owned() for turn in list(_turns.values()))
+    return any(cast(Any, turn)._is_owned() for turn in (*_turns.values(), *_lent.values()))
 
 
 def processes_communicate() -> bool:

@@ -66,6 +66,7 @@ class Inventory:
         self.devices = frozenset(map(_get_device, self.fixed))
         self.learned = Learned() if root is None else _find_learned(root)
         self._root = None if root is None else ref(root)
+        self.named: dict[Any, list[nn.Module]] = {}  # submodules by the patterns that name them
 
     @property
     def submodules(self) -> Sequence[nn.Module]:
@@ -195,13 +196,10 @@ class Attributes:
         return has_changed
 
 
-_NOTHING = Inventory(None)
-
-
 def take_inventory(f: Any) -> Inventory:
     """Return what a function holds now."""
     if not isinstance(f, nn.Module):
-        return _NOTHING
+        return Inventory(None)
     root, name = get_root(f), _NAME
     silent: Sequence[nn.Module] = ()
     if hasattr(type(f), "silent_modules"):
@@ -219,7 +217,9 @@ def take_inventory(f: Any) -> Inventory:
 def forget_inventory(f: Any) -> None:
     """Let go of what a module held in its latest recorded call: since then its tensors may have been exchanged."""
     if isinstance(f, nn.Module) and not torch.compiler.is_compiling():
-        get_root(f).__dict__.pop(_NAME, None)
+        attributes = get_root(f).__dict__
+        for name in [name for name in attributes if name.startswith(_NAME)]:  # of the branches of a block, too
+            del attributes[name]
 
 
 def _is_own(key: Any) -> bool:

@@ -158,8 +158,10 @@ def keep_regions(f: Callable[..., Any], name: str, forward: Forward, conditions:
     """
     if not isinstance(f, nn.Module):
         return None
-    named = find_submodules(f, name, forward.keep) if forward.keep else []
-    inventory = conditions.inventory
+    inventory, named = conditions.inventory, list[nn.Module]()
+    if forward.keep:
+        named = inventory.named.get((name, forward.keep)) or find_submodules(f, name, forward.keep)
+        inventory.named[name, forward.keep] = named
     is_compiled = inventory.has_compiled(get_root(f))
     if refused := [module for module in named if is_compiled or not _may_have_hooks(module)]:
         raise InputError(
@@ -168,7 +170,7 @@ def keep_regions(f: Callable[..., Any], name: str, forward: Forward, conditions:
         )
     seen = inventory.submodules if conditions.is_observed and not is_compiled else ()
     known = [module for module in inventory.submodules if module in inventory.learned.regions] if not is_compiled else []
-    return KeptRegions((*named, *known), list(filter(_may_have_hooks, seen)))
+    return KeptRegions((*named, *known), list(filter(_may_have_hooks, seen))) if named or known or seen else None
 
 
 def _may_have_hooks(module: nn.Module) -> bool:

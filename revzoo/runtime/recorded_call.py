@@ -131,6 +131,8 @@ class RecordedCall:
             self._refilled.clear()  # in case that f has differentiated
             conditions.end_first_run()
         conditions.require_repeatable()
+        if not self._dropped:
+            conditions.inventory.learned.trials -= 1  # there is no second run in which anything could be seen
         if seams.follower is not None:
             seams.follower.announce(self, conditions.fixed)
         if forward.lookahead is not None and self._dropped:
@@ -172,6 +174,11 @@ class RecordedCall:
     def is_recorded(self) -> bool:
         """Whether its first run was recorded; not where a compiled step has run the graph of mode `selective`."""
         return self._find_handle is not None
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether autograd has saved anything in its first run."""
+        return bool(self._dropped)
 
     @property
     def may_hand_over(self) -> bool:
@@ -243,6 +250,7 @@ class RecordedCall:
         for slot, source in enumerate(sources):
             tensor, version = (at_hand[source], at_hand[source]._version) if isinstance(source, int) else source
             self._refilled[slot] = detach(tensor), version
+        self._conditions.inventory.learned.trials -= 1
         return True
 
     def refill(self, *inputs: Tensor, output: Tensor | None = None) -> None:

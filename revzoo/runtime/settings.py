@@ -126,24 +126,15 @@ class Settings:
             device.__enter__()  # a context, since the present one may be that of a `with` of the user
         return present, differs, device
 
-    def leave(self, entered: _Entered, *, look: bool = True) -> bool:
-        """Put the earlier settings in force again; return whether the run has left others than it was given.
-
-        Args:
-            entered: what `enter` has returned.
-            look: whether to look for that.
-        """
+    def leave(self, entered: _Entered) -> bool:
+        """Put the earlier settings in force again; return whether the run has left others than it was given."""
         present, differs, device = entered
         self._depth -= 1
         if device is not None:
             device.__exit__(None, None, None)
+        now = self._read()
         if differs and torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        if not look:
-            if differs:
-                self._write(present, self._values)
-            return False
-        now = self._read()
         if now != present:
             self._write(present, now)
         return now != self._values

@@ -13,8 +13,8 @@ On a CPU, a difference is raised as the state is rebuilt. On other devices nothi
 backward travel to the host together, and are compared when they have arrived, in that backward or a later call. While a CUDA
 graph is captured, no fingerprints are taken: what the warm-up steps have shown holds for the graph, which repeats its kernels.
 
-Compared in full are the first two backwards of a chain, and of each new shape, dtype and schedule of it; after them about one
-in sixteen. So a difference that is there every time is found at once, one that comes now and then within some steps.
+Compared in full are the first two backwards of a chain, and of each new shape, dtype and schedule of it; after them one in 17.
+So a difference that is there every time is found at once, one that comes now and then within some steps.
 `set_tripwire("always")` compares every backward.
 
 Cost: in a backward that is compared, each state is read once more in forward and once more in backward, by one kernel on an
@@ -57,7 +57,7 @@ class set_tripwire:
     noticed.
 
     Args:
-        enabled: True compares the first two backwards of a chain and later about one in sixteen, "always" all, False none.
+        enabled: True compares the first two backwards of a chain and later one in 17, "always" all, False none.
     """
 
     def __init__(self, enabled: bool | Literal["always"]):

@@ -291,3 +291,42 @@ def test_a_deleted_model_is_freed_without_the_garbage_collector(kind):
         assert kept < weights / 10, f"{kept} bytes are kept, the weights had {weights}"
     finally:
         gc.enable()
+
+
+class Force(nn.Module):
+    """The gradient of an energy; backward unpacks what a step saves in a thread of the device, while the step is running."""
+
+    def __init__(self, energy: nn.Module):
+        super().__init__()
+        self.energy = energy
+
+    def forward(self, w: Tensor) -> Tensor:
+        x = w if w.requires_grad else w.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return force
+
+
+class Inner(nn.Module):
+    """A chain inside a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = ReversibleChain([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y1, y2 = self.chain(x, x)
+        return y1 * y2
+
+
+@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()), Inner], ids=["layers", "chain"])
+def test_a_step_that_differentiates_inside_waits_for_no_turn(mode, make, monkeypatch):
+    monkeypatch.setattr("revzoo.runtime.forward._LONGEST_WAIT_SECONDS", 5)
+    with set_tripwire(not stub.is_in_use()):  # the stub computes nothing that could be compared
+        chain = ReversibleChain([Force(make()) for _ in range(2)]).cuda()
+        chain.schedule = mode
+        for _ in range(3):
+            streams = [x.requires_grad_() for x in torch.randn(2, 4, 8, device="cuda").unbind()]
+            y1, y2 = chain(*streams)
+            (y1 * y2).sum().backward()
+            assert all(x.grad is not None for x in streams)

@@ -1,5 +1,6 @@
 """Which backwards are compared with their forwards, what is learned in them, and what a second run leaves behind."""
 
+import pickle
 import random
 import warnings
 import weakref
@@ -491,3 +492,71 @@ def test_a_node_and_a_layer_have_rounds_of_their_own(compared):
         compared.clear()
         chain(x).sum().backward()
         assert bool(compared) == (i < 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rounds_end_where_the_first_steps_are_frozen(mode, compared):
+    chain = make_chain()
+    chain.steps[0].requires_grad_(False)
+    chain.schedule = mode
+    for i in range(5):
+        compared.clear()
+        x1, x2 = (x.detach() for x in make_streams())
+        y1, y2 = chain(x1, x2)
+        (y1 * y2).sum().backward()
+        assert bool(compared) == (i < 2)
+    assert all(step[0].weight.grad is not None for step in list(chain.steps)[1:])
+
+
+def test_functions_learn_nothing_from_one_another(error):
+    """A node may be a plain function."""
+
+    def untidy(x):
+        torch.set_default_dtype(torch.float64)
+        h = (x @ x.mT).sin()
+        h.detach().numpy()[...] *= 2
+        torch.set_default_dtype(torch.float32)
+        return h.cos()
+
+    def tidy(x):
+        return (x @ x.mT).sin()
+
+    x = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
+    for function in (untidy, tidy):
+        expected = torch.autograd.grad(function(x).sum(), x)
+        for _ in range(4):
+            assert error(torch.autograd.grad(run_node(function, "node", "selective", x).sum(), x), expected) < 1e-12
+            assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_settings_are_restored_whenever_a_step_becomes_untidy(compares):
+    class Later(nn.Module):
+        is_untidy = False
+
+        def forward(self, w):
+            if Later.is_untidy:
+                torch.set_default_dtype(torch.float64)
+            h = w.sin().cos()
+            torch.set_default_dtype(torch.float32)
+            return h
+
+    chain = make_chain(Later)
+    with set_tripwire(compares):
+        for i in range(6):
+            Later.is_untidy = i > 3
+            chain.schedule = "recompute"
+            streams = make_streams()
+            y1, y2 = chain(*streams)
+            (y1 * y2).sum().backward()
+            assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_chain_is_pickled_without_what_belongs_to_its_latest_forward():
+    chain = make_chain()
+    differentiate(chain, "invert")
+    data = pickle.dumps(chain)
+    assert b"pair_update" not in data
+    assert b"inventory" not in data.replace(b"_revzoo_inventory", b"")
+    copy = pickle.loads(data)
+    assert all(map(torch.equal, differentiate(copy, "invert"), differentiate(chain, "invert")))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from revzoo.errors import InputError
 from revzoo.runtime import Coupling, ReversibleChain
 
 D = 6
@@ -47,6 +48,14 @@ def test_a_coupling_has_coefficients_for_each_example(mode, error):
     expected = differentiate(chain, "store")
     for _ in range(4):
         assert error(differentiate(chain, mode), expected) < 1e-10
+
+
+def test_it_has_none_on_a_grid_and_no_inverse():
+    chain = ReversibleChain([nn.Tanh()], coupling=RandomSigns(-1.0, 1.0, 1.0), exact=True)
+    with pytest.raises(InputError, match=r"steps\.0 has coefficients for each example, which exact arithmetic cannot undo"):
+        chain(*torch.randn(2, 5, D).requires_grad_().unbind())
+    with pytest.raises(InputError, match="The inverse needs the coefficients that forward drew"):
+        chain.inverse(*torch.randn(2, 5, D).unbind())
 
 
 class Tiled(nn.Module):
