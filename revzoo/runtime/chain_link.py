@@ -37,7 +37,7 @@ def run_link(
     """
     if isinstance(link, Bijection):
         # One before the first inverted step is never undone, so its update keeps nothing.
-        bijection = BijectionUpdate(link, will_invert=segment is not None)
+        bijection = BijectionUpdate(link, will_be_undone=segment is not None)
         following = bijection.advance(pair, None)
         forward.snapshots = None  # those that users write may draw
         if segment is not None:
@@ -47,7 +47,8 @@ def run_link(
         segment.end(pair)
         segment = None
     grid, call, recoverer = forward.grid, None, None
-    rebuilds_state_before = segment is not None
+    # The first step of a segment is run again, but never undone: nobody asks for the state before it.
+    will_be_undone = segment is not None
     if link.mode.inverts and segment is None:
         segment = InvertedSegment(grid is not None, forward.round)
     coupling = link.coupling.bind(pair)
@@ -55,9 +56,9 @@ def run_link(
         raise InputError(f"{link.name} has coefficients for each example, which exact arithmetic cannot undo. Use exact=False.")
     if coupling is not link.coupling or calls.observer is not None:
         forward.snapshots = None  # random numbers may have been drawn
-    update = StepUpdate(coupling, grid, pair[0], will_invert=rebuilds_state_before)
+    update = StepUpdate(coupling, grid, pair[0], will_be_undone)
     if link.mode.drops:
-        call = record_step(link, forward, watched=not rebuilds_state_before)
+        call = record_step(link, forward, watched=not will_be_undone)
         recoverer = segment if segment is not None else SavedInputs(pair[1:], forward.round)
     else:
         forward.snapshots = None  # it may draw random numbers

@@ -10,7 +10,7 @@ ModeName = Literal["store", "selective", "recompute", "invert"]  # in options; `
 class Mode(StrEnum):
     """What is kept of the tensors that autograd saves: everything in the first mode, and less in each that follows.
 
-    A mode is equal to its name.
+    A mode is equal to its name. The order matters: the last one needs an inverse (`LayoutEntry.modes`).
     """
 
     STORE = "store"

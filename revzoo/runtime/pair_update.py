@@ -63,21 +63,21 @@ class StepUpdate:
         coupling: of the step.
         grid: the grid of this forward call, None in floating point.
         previous: w[k-1]; None if `advance` keeps nothing for `invert`.
-        will_invert: whether `advance` keeps the bits that the coupling loses.
+        will_be_undone: whether `advance` keeps the bits that the coupling loses.
     """
 
-    __slots__ = ("_coupling", "_grid", "_lost_bits", "_strides", "b", "will_invert")
+    __slots__ = ("_coupling", "_grid", "_lost_bits", "_strides", "b", "will_be_undone")
 
     inverts_first = False
     reads = 1
     growth = 1.0
 
-    def __init__(self, coupling: Coupling, grid: Any, previous: Tensor | None = None, will_invert: bool = False):
+    def __init__(self, coupling: Coupling, grid: Any, previous: Tensor | None = None, will_be_undone: bool = False):
         self._coupling = coupling
         self._grid = grid
         self.b = coupling.b
-        self.will_invert = will_invert
-        self._strides = get_strides(previous) if will_invert and previous is not None else None
+        self.will_be_undone = will_be_undone
+        self._strides = get_strides(previous) if will_be_undone and previous is not None else None
         self._lost_bits: Any = None
 
     @property
@@ -89,7 +89,7 @@ class StepUpdate:
     def advance(self, pair: Pair, out: Tensor) -> Pair:
         if self._grid is None:
             return pair[1], self._coupling.advance(*pair, match_dtype(out, pair[0]))
-        following, self._lost_bits = self._grid.advance(self._coupling, *pair, out, keeps_bits=self.will_invert)
+        following, self._lost_bits = self._grid.advance(self._coupling, *pair, out, keeps_bits=self.will_be_undone)
         return pair[1], following
 
     def invert(self, pair: Pair, out: Tensor) -> Pair:
@@ -112,7 +112,7 @@ class BijectionUpdate:
 
     Args:
         bijection: the bijection.
-        will_invert: whether `advance` keeps the strides that `invert` restores.
+        will_be_undone: whether `advance` keeps the strides that `invert` restores.
     """
 
     inverts_first = False
@@ -120,9 +120,9 @@ class BijectionUpdate:
     growth = b = 1.0
     lost_bits: Sequence[Tensor] = ()
 
-    def __init__(self, bijection: Bijection, will_invert: bool = False):
+    def __init__(self, bijection: Bijection, will_be_undone: bool = False):
         self._bijection = bijection
-        self._will_invert = will_invert
+        self._will_invert = will_be_undone
         self._strides: tuple[Strides, Strides] = (None, None)
 
     def advance(self, pair: Pair, out: None) -> Pair:

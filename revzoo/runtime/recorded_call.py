@@ -5,6 +5,9 @@ its slot. Unpacking the first slot in backward asks a recoverer (`segment.py`) f
 unless that has been done ahead (`lookahead.py`). Where autograd saves nothing but inputs and parameters of the call, as in a
 linear layer or a convolution, no second run is needed: they are handed over as they are.
 
+In backward: unpack -> recover (the recoverer finds the input) -> refill = hand over, or run again under the conditions of the
+first run (`conditions.py`).
+
 Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reentrant `torch.utils.checkpoint`.
 """
 
@@ -283,7 +286,7 @@ class RecordedCall:
             refilled = {} if self._conditions.inventory.learned.differentiates else None
         hooks = RefillHooks(self.name, self._dropped, refilled, random if stop_early else None, self._kept_slots)
         try:
-            out = self._conditions.run_again(self._run_again, inputs, hooks, check_draws)
+            out = self._conditions.run_again(self._run_under_hooks, inputs, hooks, check_draws)
         except (Exception, AllRefilled):
             if hooks.error is not None and (kept is None or not kept.has_handed_out):
                 raise hooks.error from None
@@ -304,7 +307,7 @@ class RecordedCall:
             raise make_difference_error(self.name, self._dropped, hooks.seen, "nothing")
         return None if stop_early else out
 
-    def _run_again(self, inputs: Sequence[Tensor], hooks: RefillHooks, check_draws: bool) -> Any:
+    def _run_under_hooks(self, inputs: Sequence[Tensor], hooks: RefillHooks, check_draws: bool) -> Any:
         inputs = tuple(map(_cut, inputs, self._requires_grad))
         token = second_run.set(True)
         is_enabled = torch.is_grad_enabled()

@@ -13,7 +13,9 @@ axes than stands here.
     keep_regions        kept_regions.py        before the first run of a call that has or may have regions to keep
     follower            complete_gradients.py  told which calls will run again, and which will not
 
-A coupling is asked for its coefficients in every forward (`Coupling.bind`), and may return others for each example.
+Four have no slot. A mode is a member of `mode.py`, asked by `run_link`, `run_node` and `layer_chain.py`. A coupling is
+registered in `coupling.py`, and asked in every forward for its coefficients, which may be others for each example (`bind`). A
+device is a row of `settings.py`. A fingerprint is in `fingerprint.py`.
 """
 
 from collections.abc import Callable

@@ -236,7 +236,10 @@ class InvertedSegment:
         self._kept = None
 
     def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:
-        """Refill `call`, and move the states to the boundary before it, unless it is the first step of the segment."""
+        """Refill `call`, and move the states to the boundary before it.
+
+        They stay behind it if it is the first step of the segment, or could be handed over without a run.
+        """
         goal = call.place
         if self._kept is None or goal is None:
             self._require_states(call, goal)
