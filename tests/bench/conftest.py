@@ -1,7 +1,6 @@
 """A comparison of three methods on small nets, made once."""
 
 import pytest
-
 from revzoo.bench import report as module
 from revzoo.bench.checks import CHECKS
 from revzoo.bench.method import METHODS, Method

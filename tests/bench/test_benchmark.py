@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import torch
-
 from revzoo.bench.report import QUICK, BenchReport
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

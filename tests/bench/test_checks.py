@@ -4,13 +4,12 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from torch.utils.checkpoint import checkpoint
-
 from revzoo.bench.checks import CHECKS
 from revzoo.bench.ddp import SETTINGS, check_ddp
 from revzoo.bench.method import METHODS
 from revzoo.bench.net import SMALL_NETS
 from revzoo.bench.torch_only import Loop
+from torch.utils.checkpoint import checkpoint
 
 BY_NAME = {method.name: method for method in METHODS}
 TRANSFORMER, CONV = SMALL_NETS

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-
 from revzoo.bench.measure import SMALL_STEPS, count, count_peak, time_machinery
 from revzoo.bench.method import METHODS
 from revzoo.bench.net import NETS, SMALL_NETS
+
 from revzoo.errors import InputError
 
 BY_NAME = {method.name: method for method in METHODS}

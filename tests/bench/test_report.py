@@ -3,12 +3,12 @@
 import json
 
 import pytest
-
 from revzoo.bench.method import Method
 from revzoo.bench.net import SMALL_NETS
 from revzoo.bench.report import BenchReport
-from revzoo.display.console import print_renderable
 from revzoo.display.figures.bench import plot_bench
+
+from revzoo.display.console import print_renderable
 from revzoo.display.tables import bench as tables
 from revzoo.errors import InputError
 

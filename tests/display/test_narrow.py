@@ -1,10 +1,8 @@
 """Tables on terminals of 80 and 120 columns: nothing is cut, names wrap at dots."""
 
 import io
-import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console, Group
@@ -15,11 +13,9 @@ from revzoo import list_models
 from revzoo.analysis.counting import report_model
 from revzoo.analysis.numerics import LayerAlpha, NumericsReport, RebuiltState
 from revzoo.analysis.zoo_table import read_shipped_table
-from revzoo.bench.report import BenchReport
 from revzoo.display.console import print_renderable
 from revzoo.display.tables.base import DottedName, Fitted, make_table
 from revzoo.display.tables.batch import tabulate_batches
-from revzoo.display.tables.bench import tabulate_bench
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.display.tables.model import tabulate_model
 from revzoo.display.tables.numerics import tabulate_numerics
@@ -64,7 +60,6 @@ def tables(measured):
     layers = (LayerAlpha("stages.10.blocks.17.f.layers.0", "BatchNorm2d", 1.5, None),)
     large = replace(report.memory["store"], **dict.fromkeys(("weight_bytes", "after_forward_bytes", "peak_bytes"), 1023 << 20))
     modes = ("store", "selective", "recompute", "invert", "stage_inputs", "twin: vit_base_patch16_224")
-    bench = json.loads((Path(__file__).parents[2] / "benchmarks/results/cpu/peers.json").read_text())
     return {
         "show": tabulate_model(report),
         "memory": MemoryTable(dict.fromkeys(modes, large), "invert"),
@@ -75,12 +70,11 @@ def tables(measured):
         "list": tabulate_zoo(list_models(), read_shipped_table()),
         "recipes": tabulate_recipes({"rev_mvit_b_imagenet": "Rev-MViT-B on ImageNet with the numbers of the authors. " * 3}),
         "numerics": tabulate_numerics("a title", NumericsReport(states, layers, 1e-5)),
-        "bench": tabulate_bench(BenchReport.from_dict(bench)),
     }
 
 
 WIDE_ONLY = {"profile": {"FLOPs:", "backward,", "extra", "their"}}  # headings, which become titles of two tables
-KINDS = ["show", "memory", "profile", "plan", "batches", "predict", "list", "recipes", "numerics", "bench"]
+KINDS = ["show", "memory", "profile", "plan", "batches", "predict", "list", "recipes", "numerics"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
