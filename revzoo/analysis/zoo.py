@@ -19,8 +19,7 @@ _PAGE = """\
 # The zoo
 
 `revzoo list --docs docs` writes this page. It measures a model if the row in `docs/zoo.json` belongs to another spec or twin;
-delete that file to measure all models again. `revzoo show NAME` says more about one model. It counts that once, and keeps it in
-`~/.cache/revzoo` (or `REVZOO_CACHE`) until revzoo, or a library that it counts with, is another.
+delete that file to measure all models again. `revzoo show NAME` says more about one model.
 
 FLOPs are those of a forward of one example, where a multiply-add counts once; norms and activation functions are left out.
 Memory is the peak of all activations in a training step in float32, without weights, gradients and batch, for 32 images or 8
