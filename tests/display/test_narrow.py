@@ -1,6 +1,7 @@
 """Tables on terminals of 80 and 120 columns: nothing is cut, names wrap at dots."""
 
 import io
+import json
 import re
 from dataclasses import replace
 
@@ -12,7 +13,6 @@ import revzoo
 from revzoo import list_models
 from revzoo.analysis.counting import report_model
 from revzoo.analysis.numerics import LayerAlpha, NumericsReport, RebuiltState
-from revzoo.analysis.zoo_table import read_shipped_table
 from revzoo.display.console import print_renderable
 from revzoo.display.tables.base import DottedName, Fitted, make_table
 from revzoo.display.tables.batch import tabulate_batches
@@ -25,6 +25,7 @@ from revzoo.display.tables.profile import tabulate_profile
 from revzoo.display.tables.zoo import tabulate_recipes, tabulate_zoo
 from revzoo.planning.batch import BatchPlan, BatchRow
 from revzoo.planning.profiling.profile import profile
+from revzoo.spec.names import data_root
 
 
 def render(renderable, width: int) -> str:
@@ -67,7 +68,7 @@ def tables(measured):
         "plan": tabulate_plan(plan, beside),
         "batches": tabulate_batches(BatchPlan(1024, plan, 0.125, 0.125, rows)),
         "predict": tabulate_predictions([make_rows(name) for name in ("golden_retriever", "Indian elephant")]),
-        "list": tabulate_zoo(list_models(), read_shipped_table()),
+        "list": tabulate_zoo(list_models(), json.loads((data_root() / "docs" / "zoo.json").read_text())),
         "recipes": tabulate_recipes({"rev_mvit_b_imagenet": "Rev-MViT-B on ImageNet with the numbers of the authors. " * 3}),
         "numerics": tabulate_numerics("a title", NumericsReport(states, layers, 1e-5)),
     }
