@@ -19,12 +19,11 @@ from revzoo.errors import RevzooError, UnknownNameError, explain_os_error
 # What other tools call a command.
 OTHER_NAMES = {
     **{"check": "verify", "test": "verify", "evaluate": "eval", "validate": "eval", "fit": "train", "finetune": "train"},
-    **{"ls": "list", "models": "list", "info": "show", "summary": "show", "inspect": "show", "benchmark": "bench"},
+    **{"ls": "list", "models": "list", "info": "show", "summary": "show", "inspect": "show"},
     **{"infer": "predict", "classify": "predict"},
 }
 COMMANDS = (
-    "list", "show", "profile", "plan", "convert", "export", "train", "eval", "predict", "verify", "numerics", "bench",
-    "tokenizer",
+    "list", "show", "profile", "plan", "convert", "export", "train", "eval", "predict", "verify", "numerics", "tokenizer",
 )  # fmt: skip
 
 
@@ -172,6 +171,8 @@ def _hint_at_command(name: str) -> str:
     """Return what to type instead of a command that other tools have, or of a model's name."""
     if name in OTHER_NAMES:
         return f" Did you mean {OTHER_NAMES[name]!r}?"
+    if name in ("bench", "benchmark"):
+        return " Other packages are compared in a checkout: python benchmarks/peers.py."
     from revzoo.spec.names import model_files
 
     return f" {name} is a model: revzoo show {name}." if name in model_files() else ""

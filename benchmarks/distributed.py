@@ -21,7 +21,8 @@ from timm.optim import create_optimizer_v2
 from torch.nn.functional import cross_entropy
 
 import revzoo
-from revzoo.analysis.dry_run import isolated, preserve_schedules
+from revzoo.analysis.chains import preserve_schedules
+from revzoo.analysis.dry_run import isolated
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.trace import Trace, trace
 from revzoo.planning.ranks.division import Division, count_rank_bytes

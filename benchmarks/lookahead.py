@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from comparison.net import make_conv_block, make_transformer_block
 from runtime import Figure, Net, nets, report
 
 import revzoo
-from revzoo.bench.net import make_conv_block, make_transformer_block
 from revzoo.runtime import ReversibleChain
 
 THREADS = (1, 2)

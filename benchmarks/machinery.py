@@ -49,12 +49,12 @@ from typing import Any
 
 import timm
 import torch
+from comparison import net as blocks
 from runtime import Figure, nets, report
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import revzoo
-from revzoo.bench import net as bench
 from revzoo.runtime import ReversibleChain, set_tripwire
 from revzoo.runtime.coupling import momentum
 
@@ -101,7 +101,7 @@ class Scale(nn.Module):
         return w * self.weight
 
 
-class Attention(bench.Attention):
+class Attention(blocks.Attention):
     """Attention whose products are calls of their own: fused kernels differ from device to device."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def small_steps() -> list[nn.Module]:
 
 
 def transformer_steps(width: int) -> list[nn.Module]:
-    return [step for _ in range(6) for step in (Attention(width, 4), bench.make_transformer_block(width, 4)[1])]
+    return [step for _ in range(6) for step in (Attention(width, 4), blocks.make_transformer_block(width, 4)[1])]
 
 
 def make_streams(*shape: int, device: str = "cpu") -> list[Tensor]:
@@ -237,7 +237,7 @@ def host_work(rounds: int) -> Iterator[Figure]:
     import stub
 
     stub.prepare_torch()  # for fused attention
-    steps = [step.cuda() for _ in range(6) for step in bench.make_transformer_block(384, 4)]
+    steps = [step.cuda() for _ in range(6) for step in blocks.make_transformer_block(384, 4)]
     for (what, setting), (net, context) in itertools.product((("", False), (", compared", "always")), contexts.items()):
         with set_tripwire(setting):
             plain, *kernels = (count_kernels(stub.Counts, method, steps, streams, context) for method in ("plain", *_KERNELS))

@@ -25,7 +25,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -41,11 +41,10 @@ from runtime import describe_environment
 from torch import Tensor, nn
 
 import revzoo
-from revzoo.analysis.numerics import follow_training, measure_alpha
+from revzoo.analysis.numerics import measure_alpha
 from revzoo.data.digits import load_digits
 from revzoo.data.options import DataOptions
 from revzoo.display.figures.base import new_figure, save, simplify_axes
-from revzoo.display.figures.numerics import draw_states
 from revzoo.display.style import BLUE, INK, ORANGE, PALE, RED
 from revzoo.runtime import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU, SpaceToBatch, SpaceToDepth, set_tripwire
 from revzoo.runtime.drift import ignore_error_growth
@@ -289,10 +288,33 @@ def follow_angles(size: Size, console: Console) -> dict[str, Any]:
         batches = ((x.to(dtype), labels) for x, labels in (images.draw(size.batch, rng) for _ in range(size.angle_updates)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
         with context:
-            points = list(follow_training(model, batches, optimizer, F.cross_entropy, size.every))
-        result[name] = [point.to_dict() for point in points]
-        console.print(f"{name}: angle {points[0].angle:.2g} at the start, {points[-1].angle:.2g} degrees at the end")
+            result[name] = list(follow_training(model, batches, optimizer, size.every))
+        first, last = (result[name][i]["angle"] for i in (0, -1))
+        console.print(f"{name}: angle {first:.2g} at the start, {last:.2g} degrees at the end")
     return result
+
+
+def follow_training(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], optimizer: torch.optim.Optimizer, every: int
+) -> Iterator[dict[str, Any]]:
+    """Train the model, however large the noise, and measure the gradient of every `every`-th update before it.
+
+    Yields the number of updates before it, the loss of its batch, the lowest ratio of a rebuilt state (None: every bit was
+    rebuilt), and the angle to the gradients of storing everything [degrees].
+    """
+    for update, (x, labels) in enumerate(batches):
+        point = None
+        if update % every == 0:
+            point = revzoo.measure_numerics(model, x, loss=lambda y, labels=labels: F.cross_entropy(y, labels)).to_dict()
+        with set_tripwire(False), ignore_error_growth():
+            loss = F.cross_entropy(model(x), labels)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.clear_autocast_cache()  # of weights as they were before the update
+        if point is not None:
+            lowest = min(point["states"], key=lambda state: math.inf if state["snr"] is None else state["snr"])
+            yield {"update": update, "loss": float(loss.detach()), "snr": lowest["snr"], "angle": point["angle"]}
 
 
 def summarise(accuracies: dict[str, Any]) -> list[dict[str, Any]]:
@@ -323,21 +345,23 @@ def draw_networks(ratios: dict[str, Any], path: Path) -> None:
     figure.set_layout_engine("constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (network, states) in zip(panels, ratios["states"].items(), strict=True):
-        draw_states(axes, [_State(**state) for state in states])
-        axes.set_title(f"{network}, {ratios['depths'][network][-1][0]} deep: signal-to-noise ratio", fontsize=10, loc="left")
+        _draw_states(axes, states)
+        title = f"{network}, {ratios['depths'][network][-1][0]} deep: signal-to-noise ratio"
+        _finish(axes, title, "rebuilt state, in the order of forward")
     save(figure, path)
 
 
-@dataclass(frozen=True)
-class _State:
-    """A rebuilt state as it stands in JSON, where None is an infinite number."""
-
-    name: str
-    of_layer: bool
-    signal: float
-    noise: float | None
-    predicted_snr: float
-    snr: float
+def _draw_states(axes: Axes, states: Sequence[dict[str, Any]]) -> None:
+    """Draw the ratio of every state, as in JSON, against its place in forward; states between steps are dots."""
+    places = range(1, len(states) + 1)
+    for key, color, style, label in (("predicted_snr", PALE, ":", "predicted"), ("snr", BLUE, "-", "measured")):
+        axes.plot(places, [state[key] or math.nan for state in states], style, color=color, lw=1.4, label=label)
+    of_steps = [(place, state["snr"]) for place, state in zip(places, states, strict=True) if not state["of_layer"]]
+    if 0 < len(of_steps) < len(states):
+        axes.plot(*zip(*of_steps, strict=True), "o", ms=4, color=BLUE, label="between steps")
+    axes.set_yscale("log")
+    axes.tick_params(which="minor", left=False)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
 
 
 def draw_ratios(ratios: dict[str, Any], path: Path) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from planning_figure import plot_front
+from planning_figure import plot_front, plot_schedules, plot_times
 from planning_front import compare_with_plans, fronts, networks
 from planning_network import planned_time, predicted_peaks, sweep
 from planning_ordinary import draw_ordinary, measure_ordinary
@@ -32,8 +32,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from runtime import describe_environment
-
-from revzoo.display.figures.batch import plot_schedules, plot_times
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
+from comparison.net import make_transformer_block
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -31,7 +32,6 @@ from torch.utils.checkpoint import checkpoint
 import revzoo
 from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.flops import FlopCounter, count_flops
-from revzoo.bench.net import make_transformer_block
 from revzoo.planning.solvers.problem import Problem
 from revzoo.planning.solvers.schedule import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline

@@ -11,12 +11,12 @@ import statistics
 from typing import Any
 
 import torch
+from comparison.net import make_transformer_block
 from planning_bound import fractional_bound
 from planning_front import SHALLOW
 from torch import Tensor, nn
 
 import revzoo
-from revzoo.bench.net import make_transformer_block
 from revzoo.planning.batch import BatchRow, find_best_batch
 from revzoo.planning.profiling.clock import make_clock
 from revzoo.planning.profiling.count import count_peak

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from revzoo.bench.net import NETS
-from revzoo.bench.report import BenchReport
-from revzoo.display.tables.bench import format_passed, list_net_cells
+from comparison.net import NETS
+from comparison.report import ComparisonReport
+from comparison.table import format_passed, list_net_cells
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
@@ -89,11 +89,11 @@ def describe_lookahead(results: dict[str, Any]) -> Iterator[str]:
 
 def describe_peers(results: dict[str, Any]) -> Iterator[str]:
     """Yield the table of all methods."""
-    report = BenchReport.from_dict(results)
+    report = ComparisonReport.from_dict(results)
     depths = [" and ".join(map(str, report.find("peak", net.name, report.methods[0]))) for net in NETS]
     yield from wrap(
-        "The same blocks by PyTorch alone and by other packages, measured with `python benchmarks/peers.py`, which is "
-        "`revzoo bench --full` ([what it does](docs/benchmark.md)):"
+        "The same blocks by PyTorch alone and by other packages, measured with `python benchmarks/peers.py` "
+        "([what it does](docs/benchmark.md)):"
     )
     yield ""
     yield "| method | transformer: peak [streams] | FLOPs | time | convolutions: peak [streams] | FLOPs | time | checks |"

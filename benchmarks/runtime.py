@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from comparison.net import make_conv_block, make_transformer_block
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -38,7 +39,6 @@ from torch.utils.checkpoint import checkpoint
 
 import revzoo
 from revzoo.analysis.flops import count_flops
-from revzoo.bench.net import make_conv_block, make_transformer_block
 from revzoo.registry import couplings
 from revzoo.runtime import ReversibleChain
 

@@ -1,7 +1,6 @@
 """Settings of the whole suite, one more run after a crash in a library, and small data sets on disk."""
 
 import json
-import os
 import re
 import sys
 import tarfile
@@ -18,7 +17,6 @@ from PIL import Image
 
 # The tests' tensors are tiny: a second thread costs more than it gives, and one thread makes sums repeatable.
 torch.set_num_threads(1)
-os.environ["REVZOO_CACHE"] = os.devnull  # no test reads what another one has counted
 # How a failure says that a process was ended by a signal: a return code, subprocess.run(check=True), torchrun, and our fork().
 CRASH = re.compile(
     r"where -(?:6|7|11) = .*returncode$|died with <Signals.SIG(?:ABRT|BUS|SEGV):|Signal \d+ \(SIG(?:ABRT|BUS|SEGV)\) received"

@@ -13,7 +13,7 @@ Source: ratio and alpha are those of Hascoet et al. 2023, section 4.1; the angle
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,7 +24,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import Optimizer
 
 from revzoo.analysis.chains import find_chains, preserve_schedules
 from revzoo.analysis.dry_run import Paths, call, isolated, require_module, select_differentiable
@@ -39,7 +38,6 @@ from revzoo.runtime.observation import Comparison, observe_states
 from revzoo.runtime.tripwire import set_tripwire
 
 Loss = Callable[[Any], Tensor]
-TargetLoss = Callable[[Any, Tensor], Tensor]
 Gradients = dict[str, Tensor | None]
 
 # Size of the noise that is added, relative to the output. So small that few elements of a LeakyReLU change their sign, and in
@@ -132,27 +130,6 @@ class NumericsReport:
         )
 
 
-@dataclass(frozen=True)
-class TrainingPoint:
-    """What rounding does to the gradient of one update of a training.
-
-    Args:
-        update: number of updates before it.
-        loss: of its batch.
-        snr: the lowest signal-to-noise ratio of a rebuilt state; infinite if every bit was rebuilt.
-        angle: between the gradients with the model's schedule and those of storing everything [degrees].
-    """
-
-    update: int
-    loss: float
-    snr: float
-    angle: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON. It has no infinite numbers and no NaN: they are None."""
-        return _replace_non_finite(asdict(self))
-
-
 def measure_numerics(model: nn.Module, batch: Any, *, loss: Loss | None = None) -> NumericsReport:
     """Measure the errors of everything that the model rebuilds in one backward, and alpha of its layers.
 
@@ -178,33 +155,6 @@ def measure_numerics(model: nn.Module, batch: Any, *, loss: Loss | None = None) 
     stored = _compute_gradients(model, batch, loss or _sum_with_random_weights, Mode.STORE)
     rebuilt = _compute_gradients(model, batch, loss or _sum_with_random_weights, recorder=recorder)
     return NumericsReport(tuple(recorder.list_rebuilt()), tuple(_measure_layers(model, batch)), measure_angle(rebuilt, stored))
-
-
-def follow_training(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], optimizer: Optimizer, loss: TargetLoss, every: int
-) -> Iterator[TrainingPoint]:
-    """Train the model, however large the noise, and measure the gradient of every `every`-th update before it.
-
-    Args:
-        model: to be trained, with its schedule.
-        batches: inputs and targets, one for each update.
-        optimizer: of the model's parameters.
-        loss: of outputs and targets.
-        every: n of "every n-th update".
-    """
-    for update, (x, targets) in enumerate(batches):
-        point = None
-        if update % every == 0:
-            point = measure_numerics(model, x, loss=partial(_apply_loss, loss, targets))
-        with _tolerate_noise():
-            value = loss(call(model, x), targets)
-            value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.clear_autocast_cache()  # of weights as they were before the update
-        if point is not None:
-            snr = math.inf if point.worst is None else point.worst.snr
-            yield TrainingPoint(update, float(value.detach()), snr, point.angle)
 
 
 @torch.no_grad()
@@ -317,10 +267,6 @@ def _sum_with_random_weights(outputs: Any) -> Tensor:
     rng = torch.Generator().manual_seed(0)  # a constant gradient would vanish in a norm before the output
     parts = [(y * torch.randn(y.shape, generator=rng).to(y)).sum().real for y in select_differentiable(outputs)]
     return sum(parts[1:], parts[0])
-
-
-def _apply_loss(loss: TargetLoss, targets: Tensor, outputs: Any) -> Tensor:
-    return loss(outputs, targets)
 
 
 def _measure_layers(model: nn.Module, batch: Any) -> Iterator[LayerAlpha]:

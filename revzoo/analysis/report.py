@@ -1,7 +1,7 @@
 """What is counted of a model, as plain records: reading and printing them needs no torch."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from revzoo.format import format_bytes
 
@@ -262,23 +262,6 @@ class ModelReport:
         """Return everything as mappings, lists and scalars, ready for JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """Return the report whose `to_dict` these are, also after they were JSON."""
-        twin = fields["twin"]
-        if twin is not None:
-            memory = None if twin["memory"] is None else MemoryReport(**twin["memory"])
-            twin = TwinReport(**twin | {"memory": memory, "pixels": _read_pixels(twin["pixels"])})
-        parts = (PartReport(**part | {"shape": part["shape"] and tuple(part["shape"])}) for part in fields["parts"])
-        records = {
-            "parts": tuple(parts),
-            "memory": {mode: MemoryReport(**memory) for mode, memory in fields["memory"].items()},
-            "pixels": _read_pixels(fields["pixels"]),
-            "twin": twin,
-            "sources": tuple(fields["sources"]),
-        }
-        return cls(**fields | records)
-
     @property
     def modes(self) -> tuple[str, ...]:
         """The modes that set all steps and nodes alike; `memory` may also have the schedule `stage_inputs`."""
@@ -288,10 +271,3 @@ class ModelReport:
     def example(self) -> str:
         """The noun for one example: image or text."""
         return "image" if self.input["kind"] == "image" else "text"
-
-
-def _read_pixels(fields: dict[str, Any] | None) -> PixelReport | None:
-    if fields is None:
-        return None
-    stages = {name: Peak(**peak) for name, peak in fields["stages"].items()}
-    return PixelReport(**fields | {"size": tuple(fields["size"]), "stages": stages})

@@ -1,12 +1,13 @@
-"""`revzoo list`: the names of the models, and the zoo's table in the documentation."""
+"""`revzoo list`: the names of the models and recipes, and what was measured of them."""
 
 import argparse
+import json
 import re
 from itertools import takewhile
 from pathlib import Path
 
 from revzoo.commands.parser import Parser, declare_import
-from revzoo.errors import InputError, UnknownNameError
+from revzoo.errors import UnknownNameError
 
 SUMMARY = "List the models."
 
@@ -18,13 +19,10 @@ def declare(parser: Parser) -> None:
     parser.add_argument("--recipes", action="store_true", help="list the recipes of revzoo train instead")
     parser.add_argument("--long", action="store_true", help="also parameters, FLOPs, memory and weights, or what a recipe does")
     parser.hints["--all"] = " revzoo list without a pattern prints the names of all models."
-    parser.add_argument(
-        "--docs", type=Path, metavar="DIR", help="measure these models and update zoo.json and zoo.md in DIR instead"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the names that match, or measure these models for the documentation."""
+    """Print the names that match, and with --long what was measured of the models that ship."""
     from revzoo.spec import list_models
 
     if arguments.recipes:
@@ -32,22 +30,14 @@ def run(arguments: argparse.Namespace) -> int:
     names = list_models(arguments.pattern)
     if not names:
         raise UnknownNameError("model", arguments.pattern, list_models())
-    if arguments.docs is not None and arguments.long:
-        raise InputError("Received: --long and --docs, which each print something else. Leave one out.")
-    if arguments.docs is None and arguments.long:
-        from revzoo.analysis.zoo_table import read_shipped_table
-        from revzoo.display.console import print_renderable
-        from revzoo.display.tables.zoo import tabulate_zoo
-
-        print_renderable(tabulate_zoo(names, read_shipped_table()))
-    elif arguments.docs is None:
+    if not arguments.long:
         print("\n".join(names))
-    else:
-        from revzoo.analysis.zoo import update
-        from revzoo.planning.card import update as update_cards
+        return 0
+    from revzoo.display.console import print_renderable
+    from revzoo.display.tables.zoo import tabulate_zoo
+    from revzoo.spec.names import data_root
 
-        update(arguments.docs, names)
-        update_cards(arguments.docs, names)
+    print_renderable(tabulate_zoo(names, json.loads((data_root() / "docs" / "zoo.json").read_text(encoding="utf-8"))))
     return 0
 
 
@@ -55,8 +45,6 @@ def _list_recipes(arguments: argparse.Namespace) -> int:
     """Print the names of the recipes that match, or with --long what the first lines of their files say."""
     from revzoo.spec.names import list_recipes, recipe_file
 
-    if arguments.docs is not None:
-        raise InputError("--docs is for models. Received: --recipes. Leave one out.")
     names = list_recipes(arguments.pattern)
     if not names:
         raise UnknownNameError("recipe", arguments.pattern, list_recipes())

@@ -34,8 +34,7 @@ def declare(parser: Parser) -> None:
     """Add the arguments of `revzoo plan`."""
     parser.epilog = (
         "Everything alive at the peak has to fit: weights, gradients, batch, activations, and the state of the optimizer if "
-        "one is named. With --batch auto:LOW-HIGH, --plot plan.png also writes plan-times.png and plan-schedules.png, over "
-        "the batch sizes."
+        "one is named."
     )
     batch_help = f"{BATCH_HELP}, or a range to search for the most samples per second, such as auto:16-256"
     declare_model(parser, batch_or_range, "N|auto:LOW-HIGH", batch_help, f"{NAME_HELP}, {NAMES_HELP}")
@@ -280,13 +279,9 @@ def _plan_batches(arguments: argparse.Namespace, model: "Model") -> "Plan":
         )
     if arguments.plot is not None:
         with show_status("drawing"):
-            from revzoo.display.figures.batch import plot_schedules, plot_times
             from revzoo.display.figures.plan import plot_plan
 
-            rows = [asdict(row) for row in best.rows]
             plot_plan(best.plan, arguments.plot)
-            plot_times(rows, arguments.plot.with_stem(f"{arguments.plot.stem}-times"))
-            plot_schedules(rows, best.plan.units, arguments.plot.with_stem(f"{arguments.plot.stem}-schedules"))
     if arguments.json:
         print(json.dumps(best.to_dict(), indent=2))
     else:

@@ -5,16 +5,11 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from revzoo.commands.model_name import declare_name, read_name
 from revzoo.commands.parser import JSON_HELP, Parser, positive_count, require_png
 from revzoo.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from revzoo.analysis.report import ModelReport
 
 SUMMARY = "Show a model's parts, and the memory and FLOPs of a training step."
 
@@ -37,12 +32,13 @@ def run(arguments: argparse.Namespace) -> int:
     name, overrides = read_name(arguments.name)
     if arguments.plot is not None:
         require_png(arguments.plot)
-    from revzoo.analysis.report_cache import read_or_count
     from revzoo.display.console import print_renderable, show_status
 
     with show_status("counting memory and FLOPs"), pause_collection():
-        count = partial(_count, name, overrides, arguments.batch)
-        report = count() if overrides else read_or_count(name, arguments.batch, count)
+        from revzoo.analysis.counting import report_model
+        from revzoo.model.create import create
+
+        report = report_model(create(name, overrides=overrides, device="meta"), arguments.batch, _find_weights(name))
     if arguments.plot is not None:
         with show_status("drawing"):
             from revzoo.display.figures.model import plot_model
@@ -55,13 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
 
         print_renderable(tabulate_model(report))
     return 0
-
-
-def _count(name: str, overrides: list[str], batch_size: int | None) -> "ModelReport":
-    from revzoo.analysis.counting import report_model
-    from revzoo.model.create import create
-
-    return report_model(create(name, overrides=overrides, device="meta"), batch_size, _find_weights(name))
 
 
 def _find_weights(name: str) -> Path | None:

@@ -159,8 +159,7 @@ def test_on_a_device_seconds_are_measured(file, short, tmp_path, run):
     plan.apply(model, batch)
     assert revzoo.measure_memory(model, batch).peak_bytes == plan.peak_bytes
     assert plan.seconds > 0
-    names = ("plan.png", "plan-times.png", "plan-schedules.png")
-    assert [(tmp_path / name).read_bytes()[:4] for name in names] == [b"\x89PNG"] * 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import io
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console, Group
@@ -14,12 +13,9 @@ import revzoo
 from revzoo import list_models
 from revzoo.analysis.counting import report_model
 from revzoo.analysis.numerics import LayerAlpha, NumericsReport, RebuiltState
-from revzoo.analysis.zoo_table import read_shipped_table
-from revzoo.bench.report import BenchReport
 from revzoo.display.console import print_renderable
 from revzoo.display.tables.base import DottedName, Fitted, make_table
 from revzoo.display.tables.batch import tabulate_batches
-from revzoo.display.tables.bench import tabulate_bench
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.display.tables.model import tabulate_model
 from revzoo.display.tables.numerics import tabulate_numerics
@@ -29,6 +25,7 @@ from revzoo.display.tables.profile import tabulate_profile
 from revzoo.display.tables.zoo import tabulate_recipes, tabulate_zoo
 from revzoo.planning.batch import BatchPlan, BatchRow
 from revzoo.planning.profiling.profile import profile
+from revzoo.spec.names import data_root
 
 
 def render(renderable, width: int) -> str:
@@ -64,7 +61,6 @@ def tables(measured):
     layers = (LayerAlpha("stages.10.blocks.17.f.layers.0", "BatchNorm2d", 1.5, None),)
     large = replace(report.memory["store"], **dict.fromkeys(("weight_bytes", "after_forward_bytes", "peak_bytes"), 1023 << 20))
     modes = ("store", "selective", "recompute", "invert", "stage_inputs", "twin: vit_base_patch16_224")
-    bench = json.loads((Path(__file__).parents[2] / "benchmarks/results/cpu/peers.json").read_text())
     return {
         "show": tabulate_model(report),
         "memory": MemoryTable(dict.fromkeys(modes, large), "invert"),
@@ -72,15 +68,14 @@ def tables(measured):
         "plan": tabulate_plan(plan, beside),
         "batches": tabulate_batches(BatchPlan(1024, plan, 0.125, 0.125, rows)),
         "predict": tabulate_predictions([make_rows(name) for name in ("golden_retriever", "Indian elephant")]),
-        "list": tabulate_zoo(list_models(), read_shipped_table()),
+        "list": tabulate_zoo(list_models(), json.loads((data_root() / "docs" / "zoo.json").read_text())),
         "recipes": tabulate_recipes({"rev_mvit_b_imagenet": "Rev-MViT-B on ImageNet with the numbers of the authors. " * 3}),
         "numerics": tabulate_numerics("a title", NumericsReport(states, layers, 1e-5)),
-        "bench": tabulate_bench(BenchReport.from_dict(bench)),
     }
 
 
 WIDE_ONLY = {"profile": {"FLOPs:", "backward,", "extra", "their"}}  # headings, which become titles of two tables
-KINDS = ["show", "memory", "profile", "plan", "batches", "predict", "list", "recipes", "numerics", "bench"]
+KINDS = ["show", "memory", "profile", "plan", "batches", "predict", "list", "recipes", "numerics"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

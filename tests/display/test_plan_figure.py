@@ -10,7 +10,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from revzoo.display.figures.batch import plot_schedules, plot_times
 from revzoo.display.figures.modes import group_units
 from revzoo.display.figures.plan import plot_plan
 from revzoo.display.style import MODE_COLORS
@@ -170,52 +169,16 @@ def test_units_are_named_in_groups(cell, labels):
     assert group_units([f"steps.{k}" for k in range(5)], cell) == [("steps", 0, 5)]
 
 
-def test_a_heat_map_has_a_row_for_each_batch(tmp_path, figures):
-    units = ["stem", "stages.0.blocks.0.f", "stages.0.blocks.0.g", "head"]
-    modes = [["store"] * 4, ["store", "invert", "selective", "store"], ["recompute", "invert", "invert", "store"]]
-    plot_schedules([{"batch": 16 * (i + 1), "schedule": row} for i, row in enumerate(modes)], units, tmp_path / "heat.png")
-    heat, names = figures[0].axes
-    assert cells(heat) == [[[MODE_COLORS[mode] for mode in row] for row in modes]]
-    assert [tick.get_text() for tick in heat.get_yticklabels()] == ["16", "32", "48"]
-    assert list(heat.get_yticks()) == [0.5, 1.5, 2.5]
-    assert [text.get_text() for text in names.texts] == ["stem", "stage 0", "head"]
-
-
-def test_times_end_where_they_do_not_fit(tmp_path, figures):
-    rows = [
-        {"batch": 20, "planned": 0.3, "stored": None, "inverted": 0.5},
-        {"batch": 10, "planned": 0.2, "stored": 0.2, "inverted": 0.3},
-        {"batch": 40, "planned": 0.7, "stored": None, "inverted": None},
-    ]
-    plot_times(rows, tmp_path / "times.png")
-    for axes, shared in zip(figures[0].axes, (False, True), strict=True):
-        curves = {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in axes.lines}
-        expected = {
-            "planned": [(10, 0.2), (20, 0.3), (40, 0.7)],
-            "all stored": [(10, 0.2)],
-            "all inverted": [(10, 0.3), (20, 0.5)],
-        }
-        for label, points in expected.items():
-            assert curves[label] == [(batch, time / batch if shared else time) for batch, time in points]
-        bars = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "|"]
-        assert bars == [10, 20]
-    assert "best: 20" in texts(figures[0])
-
-
 def test_pictures_are_pngs_and_repeat(tmp_path):
-    rows = [{"batch": 8, "schedule": ["store"], "planned": 1.0, "stored": None, "inverted": None}]
-
     def draw(folder) -> None:
         folder.mkdir()
         plot_plan(plan_of(6), folder / "plan.png", FRONT, OTHERS, MIB)
         plot_plan(plan_of(6), folder / "alone.png")
-        plot_schedules(rows, ["head"], folder / "heat.png")
-        plot_times(rows, folder / "times.png")
 
     for name in ("a", "b"):
         draw(tmp_path / name)
     pictures = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
-    assert len(pictures) == 4
+    assert len(pictures) == 2
     assert pictures == {file.name: file.read_bytes() for file in (tmp_path / "b").iterdir()}
     assert all(picture[:8] == b"\x89PNG\r\n\x1a\n" for picture in pictures.values())
     widths = {name: struct.unpack(">I", picture[16:20])[0] for name, picture in pictures.items()}

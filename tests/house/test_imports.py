@@ -26,7 +26,6 @@ LAYERS = [
     ("model",),
     ("analysis", "data", "sharding"),
     ("planning",),
-    ("bench",),
     ("display",),
     ("conversion", "training"),
     ("commands",),
@@ -46,13 +45,7 @@ HOMES = {
     "sklearn": {"data"},
     "datasets": {"data"},
     "tokenizers": {"data"},
-    "FrEIA": {"bench"},
-    "memcnn": {"bench"},
-    "reformer_pytorch": {"bench"},
-    "revlib": {"bench"},
-    "revtorch": {"bench"},
     "transformers": {"commands"},
-    "xformers": {"bench"},
     "torchvision": {"data"},
     "rich": {"display"},
     "matplotlib": {"display"},
@@ -142,12 +135,11 @@ def test_what_is_imported_is_declared():
     with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["text"], *extras["bench"], *extras["onnx"], *extras["completion"]]
+    lines = [*project["dependencies"], *extras["text"], *extras["onnx"], *extras["completion"]]
     declared = {re.match(r"[\w-]+", line)[0] for line in lines}
     used = {name.split(".")[0] for path in (*MODULES.values(), Path(zoo_cli.__file__)) for name in imported(path)}
     used -= set(sys.stdlib_module_names) | {"revzoo", "zoo_cli"}
     used |= {"onnx", "onnxscript"}  # by torch.onnx
-    used.remove("xformers")  # the releases that have what is used ask for an old torch
     used.remove("transformers")  # who has a folder of a Transformers model to plan has it
     assert {{"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}.get(name, name) for name in used} == declared
 

@@ -20,11 +20,10 @@ from revzoo.commands.parser import Parser
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-# Run by .ci/run, tests/runtime, tests/planning, tests/distributed and tests/bench.
+# Run by .ci/run, tests/distributed and tests/house/test_benchmarks.py.
 NOT_RUN = (
     *("python -m pip install", "python -m pytest", "python benchmarks/", "accelerate launch", "ACCELERATE_USE_CPU=true "),
     "torchrun ",
-    "revzoo bench",
 )
 # They train and plan, as tests of these packages do with less.
 LONG = {"README.md", "convert.md", "distributed.md", "planning.md", "sweeps.md", "training.md"}

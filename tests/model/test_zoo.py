@@ -1,5 +1,6 @@
 """Every family: its small member's gradients, exact arithmetic and command line, its largest member's memory."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,10 @@ import torch
 import revzoo
 import zoo_cli
 from revzoo.analysis.twin import build_twin
-from revzoo.analysis.zoo import read_table
 from revzoo.format import format_bytes
 from revzoo.spec.names import model_files
 
-TABLE = read_table(Path(__file__).parents[2] / "docs" / "zoo.json")  # tests/analysis/test_zoo.py sees that it is of these specs
+TABLE = json.loads((Path(__file__).parents[2] / "docs" / "zoo.json").read_text())  # tests/house sees that it is of these specs
 
 # The member that trains in seconds, and the one with the most layers or parameters.
 FAMILIES = {
@@ -69,7 +69,7 @@ def test_verifying_passes(name, capsys):
     assert "Safe to train in float32" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", slow_but_for("rev_vit_digits"))  # tests/analysis/test_zoo.py measures two more
+@pytest.mark.parametrize("name", slow_but_for("rev_vit_digits"))  # tests/house/test_zoo_page.py measures two more
 def test_the_small_member_holds_the_bytes_of_the_table(name):
     row = TABLE[name]
     model = revzoo.create(name, device="meta")

@@ -6,26 +6,23 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from revzoo.analysis.numerics import LayerAlpha, NumericsReport, RebuiltState, TrainingPoint
+from revzoo.analysis.numerics import LayerAlpha, NumericsReport, RebuiltState
 from revzoo.display.tables.base import DottedName
 from revzoo.format import format_ratio
 
 
-def tabulate_numerics(title: str, report: NumericsReport, training: Sequence[TrainingPoint] = ()) -> RenderableType:
+def tabulate_numerics(title: str, report: NumericsReport) -> RenderableType:
     """Lay out the signal-to-noise ratio of every rebuilt state, alpha of every layer, and the summary.
 
     Args:
         title: what was measured.
         report: the figures.
-        training: those of a training, if there was one.
     """
     tables = []
     if report.states:
         tables.append(_tabulate_states(report.states))
     if report.layers:
         tables.append(_tabulate_layers(report.layers))
-    if training:
-        tables.append(_tabulate_training(training))
     return Group(escape(title), *tables, escape(str(report)))
 
 
@@ -48,13 +45,4 @@ def _tabulate_layers(layers: Sequence[LayerAlpha]) -> Table:
     for layer in layers:
         formula = "" if layer.formula is None else f"{layer.formula:.3g}"
         table.add_row(DottedName(layer.name), escape(layer.kind), f"{layer.measured:.3g}", formula)
-    return table
-
-
-def _tabulate_training(points: Sequence[TrainingPoint]) -> Table:
-    table = Table(title="During training")
-    for heading in ("updates", "loss", "lowest ratio", "angle of the gradients"):
-        table.add_column(heading, justify="right")
-    for point in points:
-        table.add_row(str(point.update), f"{point.loss:.3f}", format_ratio(point.snr), f"{point.angle:.2g}°")
     return table

@@ -1,12 +1,21 @@
-"""The table of all models in the documentation: docs/zoo.json holds what is measured, docs/zoo.md is made from it."""
+"""The table of all models in the documentation: docs/zoo.json holds what is measured, docs/zoo.md is made from it.
 
+    python benchmarks/zoo.py 'rev_vit*'
+
+A model is measured if its row belongs to another spec or twin. It then also gets a new card (zoo_card.py).
+"""
+
+import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from zoo_card import count_card
+
+import revzoo
 from revzoo.analysis.counting import report_model
-from revzoo.analysis.zoo_table import TABLE, Row, read_table
 from revzoo.checkpoint import index
 from revzoo.format import format_bytes, format_flops, format_shape
 from revzoo.model.create import create
@@ -14,13 +23,14 @@ from revzoo.runtime.mode import Mode
 from revzoo.spec import ImageInput, Input, Spec, load_spec
 from revzoo.spec.names import shipped_model_files
 
+Row = dict[str, Any]
+
 _MODES = (Mode.STORE, Mode.RECOMPUTE, Mode.INVERT)  # columns of the page
 _PAGE = """\
 # The zoo
 
-`revzoo list --docs docs` writes this page. It measures a model if the row in `docs/zoo.json` belongs to another spec or twin;
-delete that file to measure all models again. `revzoo show NAME` says more about one model. It counts that once, and keeps it in
-`~/.cache/revzoo` (or `REVZOO_CACHE`) until revzoo, or a library that it counts with, is another.
+`python benchmarks/zoo.py` writes this page. It measures a model if the row in `docs/zoo.json` belongs to another spec or twin;
+delete that file to measure all models again. `revzoo show NAME` says more about one model.
 
 FLOPs are those of a forward of one example, where a multiply-add counts once; norms and activation functions are left out.
 Memory is the peak of all activations in a training step in float32, without weights, gradients and batch, for 32 images or 8
@@ -35,47 +45,35 @@ reversible version, with the memory that it needs for the same batch.
 """
 
 
-def update(folder: Path, names: Iterable[str] | None = None, announce: Callable[[str], object] = print) -> None:
-    """Update zoo.json and zoo.md in a folder.
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pattern", nargs="?", default="*", help="models to measure if they have changed")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs", help="folder of zoo.json and zoo.md")
+    args = parser.parse_args()
+    update(args.out, revzoo.list_models(args.pattern))
 
-    Each row is written as soon as it is measured: a run that is stopped loses nothing.
 
-    Args:
-        folder: where both files are, or are to be.
-        names: models to measure if their row is outdated; None is all.
-        announce: called with the name of each model before it is measured.
-    """
-    file, specs = folder / TABLE, load_shipped_specs()
+def update(folder: Path, names: Iterable[str]) -> None:
+    """Update zoo.json and zoo.md in a folder. Each row is written as soon as it is measured."""
+    file, specs = folder / "zoo.json", {name: load_spec(name) for name in shipped_model_files()}
     table = {name: row for name, row in read_table(file).items() if name in specs}
-    write_table(file, table)  # fails here, before anything is measured, if it cannot be written
-    for name in specs if names is None else names:
-        if _reason_to_measure(table.get(name), specs[name]):
-            announce(name)
-            table[name] = _measure(name)
+    for name in names:
+        if is_outdated(table.get(name), specs[name]):
+            print(name, flush=True)
+            table[name] = measure(name)
+            write_table(file, table)
+        if "card" not in table[name]:
+            print(f"{name}: what it takes on a card", flush=True)
+            table[name]["card"] = count_card(name)
             write_table(file, table)
     table = {name: row | describe_spec(specs[name]) for name, row in table.items()}
     write_table(file, table)
     (folder / "zoo.md").write_text(format_page(table), encoding="utf-8")
 
 
-def load_shipped_specs() -> dict[str, Spec]:
-    """Return the spec of every model that ships by name."""
-    return {name: load_spec(name) for name in shipped_model_files()}
-
-
-def find_outdated(table: Mapping[str, Row], specs: Mapping[str, Spec]) -> dict[str, str]:
-    """Return the reason for every model whose row is missing or outdated, and for every row without a model.
-
-    The tests call it, and fail while the page that ships is outdated.
-    """
-    problems = {name: "has a row, but is no model" for name in table if name not in specs}
-    for name, spec in specs.items():
-        row = table.get(name)
-        if problem := _reason_to_measure(row, spec):
-            problems[name] = problem
-        elif row is not None and row | describe_spec(spec) != row:
-            problems[name] = "has another source, family, input or weights now"
-    return problems
+def read_table(file: Path) -> dict[str, Row]:
+    """Return the rows of a zoo.json by model; none if there is no such file."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def describe_spec(spec: Spec) -> Row:
@@ -93,16 +91,12 @@ def _describe_input(input: Input) -> str:
     return format_shape((input.channels, *input.size)) if isinstance(input, ImageInput) else f"{input.length} ids"
 
 
-def _reason_to_measure(row: Row | None, spec: Spec) -> str | None:
-    """Return why a model has to be measured, None if its row belongs to this spec and twin."""
-    if row is None:
-        return "has no row"
-    if row["digest"] != spec.digest:
-        return "was measured with another spec"
-    return "was measured with another twin" if row["twin"] != _describe_twin(spec) else None
+def is_outdated(row: Row | None, spec: Spec) -> bool:
+    """Return whether a model has no row, or one of another spec or twin."""
+    return row is None or (row["digest"], row["twin"]) != (spec.digest, _describe_twin(spec))
 
 
-def _measure(name: str) -> Row:
+def measure(name: str) -> Row:
     model = create(name, device="meta")
     report = report_model(model)
     twin = report.twin
@@ -154,3 +148,7 @@ def write_table(file: Path, table: Mapping[str, Row]) -> None:
     """Write the rows of a zoo.json, each list of numbers in a line; strings in JSON have no line breaks."""
     text = json.dumps(dict(sorted(table.items())), indent=1)
     file.write_text(re.sub(r"\[\n[-\d,\s]+\]", lambda found: "".join(found[0].split()), text) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

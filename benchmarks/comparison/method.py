@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from comparison import packages
+from comparison.net import Net, Pair
+from comparison.torch_only import Checkpointed, Compiled, Loop, Partitioned
 from revzoo.analysis.step_memory import measure_memory
-from revzoo.bench import peers
-from revzoo.bench.net import Net, Pair
-from revzoo.bench.torch_only import Checkpointed, Compiled, Loop, Partitioned
 from revzoo.errors import InputError
 from revzoo.model.compile_steps import compile_steps
 from revzoo.planning.planner import solve
@@ -126,12 +126,12 @@ METHODS = (
         )
         for budget in (0.5, 0.1)
     ),
-    Method("memcnn", peers.make_memcnn, "memcnn"),
-    Method("RevTorch", peers.make_revtorch, "revtorch"),
-    Method("revlib", peers.make_revlib, "revlib"),
-    Method("reformer_pytorch", peers.make_reformer_pytorch, "reformer_pytorch", dim=2),
-    Method("xformers", peers.make_xformers, "xformers", dim=-1, install="--no-deps xformers==0.0.22"),
-    Method("FrEIA", peers.make_freia, "FrEIA", dim=1),
+    Method("memcnn", packages.make_memcnn, "memcnn"),
+    Method("RevTorch", packages.make_revtorch, "revtorch"),
+    Method("revlib", packages.make_revlib, "revlib"),
+    Method("reformer_pytorch", packages.make_reformer_pytorch, "reformer_pytorch", dim=2),
+    Method("xformers", packages.make_xformers, "xformers", dim=-1, install="--no-deps xformers==0.0.22"),
+    Method("FrEIA", packages.make_freia, "FrEIA", dim=1),
     *(Method(f"revzoo {mode}", partial(make_chain, mode=mode)) for mode in MODES),
     Method("revzoo exact", partial(make_chain, exact=True), make_stored=partial(make_chain, mode=Mode.STORE, exact=True)),
     Method("revzoo planned", make_planned_chain),

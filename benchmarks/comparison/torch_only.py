@@ -11,7 +11,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import checkpoint
 
-from revzoo.bench.net import Pair
+from comparison.net import Pair
 
 
 class Loop(nn.Module):

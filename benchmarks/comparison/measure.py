@@ -12,11 +12,11 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
+from comparison.method import Method
+from comparison.net import Net, Pair
+from comparison.torch_only import Loop
 from revzoo.analysis.dry_run import linear_loss
 from revzoo.analysis.flops import count_flops
-from revzoo.bench.method import Method
-from revzoo.bench.net import Net, Pair
-from revzoo.bench.torch_only import Loop
 from revzoo.runtime.live_bytes import LiveBytes
 
 

@@ -14,9 +14,8 @@ It is null for a model whose step allocates otherwise in another batch.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,13 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from revzoo.analysis import zoo
 from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import call, isolated, leave_autocast, linear_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.twin import build_twin
-from revzoo.analysis.zoo_table import read_table
 from revzoo.inplace_abn.backward import scale_parts
 from revzoo.model.create import create
 from revzoo.model.network import Model
@@ -51,7 +48,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {  # foreach is 
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
     "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
 }
-_SIZES = (4, 8)  # batches that are counted; plans are made for the second
+SIZES = (4, 8)  # batches that are counted; plans are made for the second
 _SHARES = (0.0, 0.2, 0.5)  # of the way from the smallest peak to that of storing: the budgets that are planned for
 _SECTIONS, _DRAWN_SIZE = 24, 32  # of a timeline, and the batch whose highest point of each is kept
 
@@ -60,32 +57,17 @@ class UnevenStepError(Exception):
     """A step allocates otherwise in another batch, so that two batches do not tell the bytes of a third."""
 
 
-def update(folder: Path, names: Iterable[str] | None = None, announce: Callable[[str], object] = print) -> None:
-    """Count the models whose row in zoo.json has no card, and write each row as soon as it is counted.
-
-    A row that is measured again begins without one.
-
-    Args:
-        folder: where zoo.json is; `revzoo.analysis.zoo.update` writes it.
-        names: models to count; None is all.
-        announce: called with the name of each model before it is counted.
-    """
-    file = folder / "zoo.json"
-    table = read_table(file)
-    for name in table if names is None else names:
-        if "card" not in table[name]:
-            announce(name)
-            try:
-                table[name]["card"] = count_card(name)
-            except UnevenStepError as error:
-                announce(f"{name}: {error}")
-                table[name]["card"] = None
-            zoo.write_table(file, table)
-
-
-def count_card(name: str) -> dict[str, Any]:
-    """Return what a training step of a model takes, for the key `card` of its row."""
+def count_card(name: str) -> dict[str, Any] | None:
+    """Return what a training step of a model takes, for the key `card` of its row; None where two batches do not tell."""
     model = create(name, device="meta").train()
+    try:
+        return _count_card(model)
+    except UnevenStepError as error:
+        print(f"{name}: {error}")
+        return None
+
+
+def _count_card(model: Model) -> dict[str, Any]:
     methods = [count_method(model, model, label, schedule) for label, schedule in _choose_schedules(model).items()]
     card = {"methods": methods, "optimizers": _count_optimizers(model)}
     if (twin := build_checkpointed_twin(model)) is not None:
@@ -96,7 +78,7 @@ def count_card(name: str) -> dict[str, Any]:
 
 def _choose_schedules(model: Model) -> dict[str, list[Mode]]:
     """Return schedules by name: stored, inverted, and plans for a few budgets, the fastest first."""
-    measured = profile(model, model.example_input(_SIZES[1]))
+    measured = profile(model, model.example_input(SIZES[1]))
     stored = solve(measured, 2**50)
     between = stored.no_recompute_peak_bytes - stored.min_peak_bytes
     plans = [list(solve(measured, stored.min_peak_bytes + int(share * between)).schedule) for share in _SHARES]
@@ -134,20 +116,20 @@ def count_method(network: nn.Module, model: Model, name: str, schedule: Sequence
         name: of the method.
         schedule: of the model; None for the twin.
     """
-    batches = [model.example_input(size) for size in _SIZES]
+    batches = [model.example_input(size) for size in SIZES]
     with preserve_schedules(model):
         if schedule is not None:
             model.schedule = schedule
         steps = {dtype: [count_step(network, batch, dtype) for batch in batches] for dtype in DTYPES}
-    flops = steps["float32"][0][1] // _SIZES[0]
-    timelines = {dtype: _fit_timeline([changes for changes, _ in counted]) for dtype, counted in steps.items()}
+    flops = steps["float32"][0][1] // SIZES[0]
+    timelines = {dtype: fit_timeline([changes for changes, _ in counted]) for dtype, counted in steps.items()}
     return {"name": name, "modes": Counter(schedule or ()), "flops": flops} | timelines
 
 
 def count_step(network: nn.Module, batch: torch.Tensor, dtype: str) -> tuple[Changes, int]:
     """Count a forward and backward as `measure_memory` does; return every change of live bytes, and the FLOPs."""
     live, flops = LiveBytes(), FlopCounter()
-    same_parts = scale_parts(len(batch) / _SIZES[1])
+    same_parts = scale_parts(len(batch) / SIZES[1])
     with autocast(dtype), isolated(network, batch, fake=True) as inputs, ignore_error_growth(), same_parts:
         live.watch([*network.parameters(), *network.buffers(), inputs])
         start = sum(change for _, change in live.log)
@@ -165,7 +147,7 @@ def autocast(dtype: str) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
 
 
-def _fit_timeline(steps: Sequence[Changes]) -> Timeline:
+def fit_timeline(steps: Sequence[Changes]) -> Timeline:
     """Return the lines of a step that was counted in both sizes.
 
     `at` is a time in thousandths of the step; then `fixed + each * size` bytes are alive. The last line is that of its end.
@@ -173,11 +155,11 @@ def _fit_timeline(steps: Sequence[Changes]) -> Timeline:
     # Autocast frees its casts in any order, so the steps are compared where they have just allocated something.
     grown = steps[0] > 0
     if not np.array_equal(grown, steps[1] > 0):
-        raise UnevenStepError(f"batches of {_SIZES[0]} and {_SIZES[1]} allocate differently")
+        raise UnevenStepError(f"batches of {SIZES[0]} and {SIZES[1]} allocate differently")
     grown[-1] = True
     small, large = (changes.cumsum()[grown] for changes in steps)
-    each = (large - small) // (_SIZES[1] - _SIZES[0])
-    fixed = small - each * _SIZES[0]
+    each = (large - small) // (SIZES[1] - SIZES[0])
+    fixed = small - each * SIZES[0]
     sections = np.array_split(np.arange(len(each)), min(_SECTIONS, len(each)))
     drawn = {int(section[(fixed + each * _DRAWN_SIZE)[section].argmax()]) for section in sections}
     kept = sorted(drawn | set(_find_highest(fixed, each)) | {len(each) - 1})

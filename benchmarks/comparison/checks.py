@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from revzoo.bench.method import Method
-from revzoo.bench.net import Net
-from revzoo.bench.trial import BLOCKS, Check, Scenario, Trial, compare, like_plain
+from comparison.method import Method
+from comparison.net import Net
+from comparison.trial import BLOCKS, Check, Scenario, Trial, compare, like_plain
 from revzoo.runtime.live_bytes import LiveBytes
 
 DROPOUT = 0.1

@@ -1,67 +1,45 @@
 """The comparison of methods as tables for rich to print."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from revzoo.bench.measure import SMALL_STEPS
-from revzoo.bench.net import NETS, Net
-from revzoo.bench.report import BenchReport
-from revzoo.display.tables.base import DottedName, Fitted, make_table
+from comparison.measure import SMALL_STEPS
+from comparison.net import NETS, Net
+from comparison.report import ComparisonReport
 
 _TITLE = "A forward and backward of the same blocks by every method"
 _CAPTION = (
     "Peak: most streams alive at once, besides weights, their gradients and inputs, and streams more for each block. FLOPs and "
     "time are ratios to plain autograd. Machinery: microseconds of a step beyond its arithmetic."
 )
-_LAST = ("machinery", "checks")  # columns that belong to no network
 
 
-def tabulate_bench(report: BenchReport) -> RenderableType:
-    """Return the figures of every method, the matrix of checks, and what is wrong where a check fails."""
+def tabulate_comparison(report: ComparisonReport) -> RenderableType:
+    """Return the figures of every method, the matrix of checks, and why a method was not run."""
     return Group(_tabulate_figures(report), _tabulate_checks(report), *_describe_left_out(report))
 
 
-def _tabulate_figures(report: BenchReport) -> Fitted:
-    """Lay out everything in one table, or each network and what is of no network in its own on a narrow terminal."""
-
-    def build(narrow: bool) -> RenderableType:
-        if not narrow:
-            return _tabulate_nets(report, NETS, _LAST, title=_TITLE, caption=_CAPTION)
-        first, *others = ([net] for net in NETS)
-        tables = [
-            _tabulate_nets(report, first, (), narrow, title=_TITLE),
-            *(_tabulate_nets(report, nets, (), narrow) for nets in others),
-            _tabulate_nets(report, (), _LAST, narrow),
-        ]
-        return Group(*tables, _CAPTION)
-
-    return Fitted(build)
-
-
-def _tabulate_nets(
-    report: BenchReport, nets: Sequence[Net], last: Sequence[str], narrow: bool = False, **settings: str
-) -> Table:
-    table = make_table(narrow, **settings)
+def _tabulate_figures(report: ComparisonReport) -> Table:
+    table = Table(title=_TITLE, caption=_CAPTION)
     table.add_column("", no_wrap=True)
     table.add_column("method", no_wrap=True)
-    for net in nets:
+    for net in NETS:
         depths = " / ".join(map(str, report.find("peak", net.name, report.methods[0])))
         for heading in (f"{net.name}:\npeak at {depths}", "a block", "FLOPs", "time"):
             table.add_column(heading, justify="right", no_wrap=True)
-    for heading in last:
+    for heading in ("machinery", "checks"):
         table.add_column(heading, justify="right", no_wrap=True)
     for number, name in enumerate(report.methods, 1):
         if name not in report.left_out:
-            cells = [cell for net in nets for cell in list_net_cells(report, net, name)]
-            cells += [format_machinery(report, name), format_passed(report, name)] if last else []
-            table.add_row(str(number), escape(name), *cells)
+            cells = [cell for net in NETS for cell in list_net_cells(report, net, name)]
+            table.add_row(str(number), name, *cells, format_machinery(report, name), format_passed(report, name))
     return table
 
 
-def list_net_cells(report: BenchReport, net: Net, name: str) -> list[str]:
+def list_net_cells(report: ComparisonReport, net: Net, name: str) -> list[str]:
     """Return the cells of a method for a net: peaks and slope in streams, FLOPs and time over plain autograd."""
     streams = [f"{peak / net.stream_bytes:.1f}" for peak in report.find("peak", net.name, name).values()]
     (slope,) = report.find("slope", net.name, name).values()
@@ -71,33 +49,28 @@ def list_net_cells(report: BenchReport, net: Net, name: str) -> list[str]:
     return [" / ".join(streams), f"{slope / net.stream_bytes + 0.0:.2f}", f"{flops / base:.3f}", *time]
 
 
-def format_machinery(report: BenchReport, name: str) -> str:
+def format_machinery(report: ComparisonReport, name: str) -> str:
     """Return microseconds of a step, or nothing if they were not measured."""
     return "".join(f"{value:.0f}" for value in report.find("machinery", SMALL_STEPS.name, name).values())
 
 
-def format_passed(report: BenchReport, name: str) -> str:
+def format_passed(report: ComparisonReport, name: str) -> str:
     """Return how many checks a method passes, such as "29 of 35"."""
     passed, rows = report.count_passed(name)
     return f"{passed} of {rows}"
 
 
-def _tabulate_checks(report: BenchReport) -> Fitted:
-    return Fitted(lambda narrow: _mark_checks(report, narrow))
-
-
-def _mark_checks(report: BenchReport, narrow: bool) -> Table:
-    title = "Checks, by the number of the method: - is a check that fails on one of the nets or both"
-    table = make_table(narrow, title=title)
+def _tabulate_checks(report: ComparisonReport) -> Table:
+    table = Table(title="Checks, by the number of the method: - is a check that fails on one of the nets or both")
     table.add_column("")
     shown = [(str(number), name) for number, name in enumerate(report.methods, 1) if name not in report.left_out]
     for number, _ in shown:
         table.add_column(number, justify="right", no_wrap=True)
     for check, row in report.checks.items():
-        table.add_row(DottedName(check), *("-" if any(row[name].values()) else "+" for _, name in shown))
+        table.add_row(check, *("-" if any(row[name].values()) else "+" for _, name in shown))
     return table
 
 
-def _describe_left_out(report: BenchReport) -> Iterable[str]:
+def _describe_left_out(report: ComparisonReport) -> Iterable[str]:
     for name, reason in report.left_out.items():
         yield escape(f"{name}: {reason}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from revzoo.bench.net import Net
+from comparison.net import Net
 
 
 def make_memcnn(steps: Sequence[nn.Module], net: Net) -> nn.Module:

@@ -6,11 +6,11 @@ from importlib.metadata import version
 from itertools import product
 from typing import Any
 
-from revzoo.bench.checks import CHECKS
-from revzoo.bench.ddp import check_ddp
-from revzoo.bench.measure import UNITS, Figure, count, time_machinery, time_methods
-from revzoo.bench.method import METHODS, Method
-from revzoo.bench.net import NETS, SMALL_NETS
+from comparison.checks import CHECKS
+from comparison.ddp import check_ddp
+from comparison.measure import UNITS, Figure, count, time_machinery, time_methods
+from comparison.method import METHODS, Method
+from comparison.net import NETS, SMALL_NETS
 from revzoo.errors import InputError
 
 
@@ -36,7 +36,7 @@ FULL = Size({"transformer": (6, 48), "conv": (4, 32)}, {"transformer": 12, "conv
 
 
 @dataclass
-class BenchReport:
+class ComparisonReport:
     """What was measured.
 
     Args:
@@ -64,7 +64,7 @@ class BenchReport:
         return sum(not any(row.values()) for row in rows), len(rows)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "BenchReport":
+    def from_dict(cls, values: Mapping[str, Any]) -> "ComparisonReport":
         """Return the report that `to_dict` gave; other keys are ignored."""
         figures = [Figure(**figure) for figure in values["figures"]]
         return cls(values["methods"], values["packages"], values["left_out"], figures, values["checks"])
@@ -74,14 +74,14 @@ class BenchReport:
         return {"units": UNITS, "stream_bytes": {net.name: net.stream_bytes for net in NETS}, **asdict(self)}
 
 
-def compare_methods(size: Size = QUICK, announce: Callable[[str], object] = lambda _: None) -> BenchReport:
+def compare_methods(size: Size = QUICK, announce: Callable[[str], object] = lambda _: None) -> ComparisonReport:
     """Run every method that is installed; return figures and matrix.
 
     Args:
         size: how much is measured.
         announce: function that is told what comes next.
     """
-    report = BenchReport([method.name for method in METHODS])
+    report = ComparisonReport([method.name for method in METHODS])
     methods = _select(report, size)
     for net, method in product(NETS, methods):
         announce(f"memory and FLOPs of the {net.name} net, {method.name}")
@@ -104,7 +104,7 @@ def compare_methods(size: Size = QUICK, announce: Callable[[str], object] = lamb
     return report
 
 
-def _select(report: BenchReport, size: Size) -> list[Method]:
+def _select(report: ComparisonReport, size: Size) -> list[Method]:
     """Return the methods that can be run; the report says why the others cannot."""
     selected = []
     for method in METHODS:
@@ -114,7 +114,7 @@ def _select(report: BenchReport, size: Size) -> list[Method]:
             report.left_out[method.name] = str(error)
         else:
             if method.make_timed is not None and not size.full:
-                report.left_out[method.name] = "compiles: run with --full"
+                report.left_out[method.name] = "compiles: left out by --quick"
             else:
                 selected.append(method)
                 if method.package is not None:

@@ -5,8 +5,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from revzoo.bench.net import NETS, Net
-from revzoo.bench.report import BenchReport
+from comparison.net import NETS, Net
+from comparison.report import ComparisonReport
 from revzoo.display.figures.base import draw_heading, new_figure, save
 from revzoo.display.style import BLUE, FAINT, GRID, INK, PALE, RED
 
@@ -14,7 +14,7 @@ _ROW, _TOP, _BOTTOM = 0.27, 1.15, 0.65  # height of a method, and of what is abo
 _PANELS = ((0.175, 0.245), (0.445, 0.245), (0.715, 0.13), (0.865, 0.12))  # left and width of the axes, as parts of the width
 
 
-def plot_bench(report: BenchReport, path: str | Path) -> None:
+def plot_comparison(report: ComparisonReport, path: str | Path) -> None:
     """Draw a row for every method: peaks at the two numbers of blocks, FLOPs, and checks passed; write a PNG.
 
     Args:
@@ -45,7 +45,7 @@ def plot_bench(report: BenchReport, path: str | Path) -> None:
     save(figure, path)
 
 
-def _draw_peaks(axes: Axes, report: BenchReport, net: Net, names: list[str]) -> None:
+def _draw_peaks(axes: Axes, report: ComparisonReport, net: Net, names: list[str]) -> None:
     depths: list[int] = []
     for y, name in enumerate(names):
         peaks = report.find("peak", net.name, name)
@@ -60,7 +60,7 @@ def _draw_peaks(axes: Axes, report: BenchReport, net: Net, names: list[str]) -> 
     axes.set_xlabel("peak activation memory [streams]", fontsize=9, color=INK)
 
 
-def _draw_flops(axes: Axes, report: BenchReport, names: list[str]) -> None:
+def _draw_flops(axes: Axes, report: ComparisonReport, names: list[str]) -> None:
     for net, marker in zip(NETS, ("o", "s"), strict=True):
         last = [list(report.find("flops", net.name, name).values())[-1] for name in (report.methods[0], *names)]
         for y, (name, flops) in enumerate(zip(names, last[1:], strict=True)):
@@ -71,7 +71,7 @@ def _draw_flops(axes: Axes, report: BenchReport, names: list[str]) -> None:
     axes.set_xlabel("over plain autograd", fontsize=9, color=INK)
 
 
-def _draw_checks(axes: Axes, report: BenchReport, names: list[str]) -> None:
+def _draw_checks(axes: Axes, report: ComparisonReport, names: list[str]) -> None:
     for y, name in enumerate(names):
         passed, rows = report.count_passed(name)
         axes.barh(y, passed, height=0.6, color=_choose_color(name))

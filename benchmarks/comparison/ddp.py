@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from revzoo.bench.method import METHODS, Method
-from revzoo.bench.net import SMALL_NETS, Net
-from revzoo.bench.trial import Trial, compare, describe_error, make_reference
+from comparison.method import METHODS, Method
+from comparison.net import SMALL_NETS, Net
+from comparison.trial import Trial, compare, describe_error, make_reference
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "DDP": {},

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revzoo.bench.method import METHODS, Method
-from revzoo.bench.net import Net, Pair
+from comparison.method import METHODS, Method
+from comparison.net import Net, Pair
 
 BLOCKS = 3
 Change = Callable[[list[nn.Module]], list[nn.Module]]
