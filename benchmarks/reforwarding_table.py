@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from revzoo.planning.reforwarding.capture import capture
-from revzoo.planning.reforwarding.front import find_front
-from revzoo.planning.reforwarding.record import count_step, record
+from revzoo.graph.capture import capture
+from revzoo.graph.front import find_front
+from revzoo.graph.step_record import count_step, record
 
 MOST_FLOPS = 1.34  # over stored
 

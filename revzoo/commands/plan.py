@@ -138,7 +138,7 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
     with show_status("planning"):
         import torch
 
-        from revzoo.planning.reforwarding.planner import plan_in_detail
+        from revzoo.graph.module_planner import plan_in_detail
 
         torch.manual_seed(0)
         module, batch = create_any_module(name, arguments.batch)

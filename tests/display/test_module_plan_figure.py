@@ -10,9 +10,9 @@ from revzoo.display.figures.module_plan import plot_module_plan
 from revzoo.display.module_parts import name_parts
 from revzoo.display.style import LIGHT_GREY, LIGHT_ORANGE, MODE_COLORS
 from revzoo.display.tables.module_plan import tabulate_module_plan
-from revzoo.planning.reforwarding.details import CallDetails, FrontPoint, Phase, PlanDetails
-from revzoo.planning.reforwarding.graph_plan import GraphPlan
-from revzoo.planning.reforwarding.module_plan import ModulePlan
+from revzoo.graph.graph_plan import GraphPlan
+from revzoo.graph.module_plan import ModulePlan
+from revzoo.graph.plan_details import CallDetails, FrontPoint, Phase, PlanDetails
 from revzoo.planning.setting import Setting
 
 MIB = 1 << 20

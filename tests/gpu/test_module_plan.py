@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import revzoo
-from revzoo.planning.reforwarding.planner import plan_module
+from revzoo.graph.module_planner import plan_module
 
 
 class Net(nn.Module):

@@ -26,6 +26,8 @@ LAYERS = [
     ("model",),
     ("analysis", "data", "sharding"),
     ("planning",),
+    ("graph",),
+    ("any_plan",),
     ("bench",),
     ("display",),
     ("conversion", "training"),

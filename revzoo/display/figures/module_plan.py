@@ -18,9 +18,9 @@ from revzoo.display.figures.plan import draw_fixed_bytes, draw_front, draw_limit
 from revzoo.display.module_parts import name_parts
 from revzoo.display.style import BLUE, CREAM, INK, LIGHT_BLUE, LIGHT_GREY, LIGHT_ORANGE, MODE_COLORS, PALE
 from revzoo.format import format_bytes
+from revzoo.graph.module_plan import ModulePlan
+from revzoo.graph.plan_details import CallDetails, Phase, PlanDetails
 from revzoo.planning.comparison import SchedulePoint
-from revzoo.planning.reforwarding.details import CallDetails, Phase, PlanDetails
-from revzoo.planning.reforwarding.module_plan import ModulePlan
 from revzoo.runtime.mode import Mode
 
 _RIGHT, _GAP, _SIDE, _STEP = 0.3, 0.25, 3.2, 10.6  # margins, and the widths of both panels [inch]
