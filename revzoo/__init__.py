@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from revzoo.conversion.report import ConvertReport
     from revzoo.conversion.reversible import ReversibleReport, ordinary_, reversible_
     from revzoo.data.transform import transform
-    from revzoo.graph.module_plan import ModulePlan, release
-    from revzoo.graph.module_planner import reforward
+    from revzoo.graph import ModulePlan, reforward, release
     from revzoo.model.builder import build
     from revzoo.model.compile_steps import compile_steps
     from revzoo.model.create import create
@@ -37,7 +36,7 @@ _HOMES = {
     "ConvertReport": "revzoo.conversion.report",
     "MemoryReport": "revzoo.analysis.report",
     "Model": "revzoo.model.network",
-    "ModulePlan": "revzoo.graph.module_plan",
+    "ModulePlan": "revzoo.graph",
     "NumericsReport": "revzoo.analysis.numerics",
     "PixelReport": "revzoo.analysis.report",
     "Plan": "revzoo.planning.plan",
@@ -61,8 +60,8 @@ _HOMES = {
     "plan": "revzoo.any_plan",
     "preview_reversible": "revzoo.conversion.preview",
     "profile": "revzoo.planning.profiling.profile",
-    "reforward": "revzoo.graph.module_planner",
-    "release": "revzoo.graph.module_plan",
+    "reforward": "revzoo.graph",
+    "release": "revzoo.graph",
     "reversible_": "revzoo.conversion.reversible",
     "solve": "revzoo.planning.planner",
     "transform": "revzoo.data.transform",

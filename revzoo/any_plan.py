@@ -9,8 +9,7 @@ from torch import nn
 from revzoo.analysis.chains import find_block_chains
 from revzoo.analysis.dry_run import accumulated_gradients, require_module
 from revzoo.errors import InputError
-from revzoo.graph.module_plan import ModulePlan
-from revzoo.graph.module_planner import ModuleSolver, plan_module
+from revzoo.graph import ModulePlan, plan_module
 from revzoo.planning.plan import Plan, Solver
 from revzoo.planning.planner import profile_and_plan
 from revzoo.planning.profiling.hooks import PlannableModel
@@ -37,7 +36,7 @@ def plan(
     batch: Any,
     budget: str | int,
     *,
-    solver: ModuleSolver = ...,
+    solver: Solver = ...,
     optimizer: torch.optim.Optimizer | None = ...,
     loss: LossFunction | None = ...,
     lookahead: LookaheadOption = ...,
@@ -49,7 +48,7 @@ def plan(
     batch: Any,
     budget: str | int,
     *,
-    solver: Solver | ModuleSolver = "timeline",
+    solver: Solver = "timeline",
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     lookahead: LookaheadOption = 0,
@@ -65,8 +64,7 @@ def plan(
         model: any module, in the state in which it will be trained.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         budget: limit for the peak of all memory together, as for `revzoo.solve`.
-        solver: "timeline" or "knapsack", as for `revzoo.solve`. For any other module, "timeline", or
-            "reforwarding": the published plan of its graph, which knows no budget, for comparison.
+        solver: "timeline" or "knapsack", as for `revzoo.solve`. "timeline" for any other module.
         optimizer: its state is part of every peak, and its update may be the peak.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         lookahead: how many steps are recovered ahead of backward, 0 or 1; "auto" plans and times both and keeps the faster. 0
@@ -88,11 +86,6 @@ def plan(
             "lookahead=0."
         )
     if has_blocks or isinstance(model, PlannableModel):
-        if solver == "reforwarding":
-            raise InputError(
-                f"Re-forwarding as published plans modules without reversible steps. Received: {type(model).__name__}. Try "
-                "solver='timeline'."
-            )
         with accumulated_gradients(model) if accumulate else nullcontext():
             return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead)[1]
     if accumulate:
@@ -100,9 +93,9 @@ def plan(
             f"Accumulated gradients are counted for models of the zoo and chains. Received: {type(model).__name__}. Plan "
             "without accumulate, with a budget that is smaller by the bytes of its gradients."
         )
-    if solver not in ("timeline", "reforwarding") or lookahead != 0:
+    if solver != "timeline" or lookahead != 0:
         raise InputError(
-            f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline' or 'reforwarding', "
-            f"and lookahead=0. Received: solver={solver!r}, lookahead={lookahead!r}."
+            f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline' and "
+            f"lookahead=0. Received: solver={solver!r}, lookahead={lookahead!r}."
         )
-    return plan_module(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, profile=profile)
+    return plan_module(model, batch, budget, optimizer=optimizer, loss=loss, profile=profile)[0]

@@ -19,8 +19,7 @@ from revzoo.analysis.fake_tensors import find_fake_mode, has_values
 from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, bind_inputs, prepare_call, split_into_atoms
 from revzoo.graph.capture import GraphCall
-from revzoo.graph.captured_call import capture_calls
-from revzoo.graph.graph_plan import compute_digest
+from revzoo.graph.captured_call import capture_calls, compute_digest
 from revzoo.graph.refusal import explain_failures, require_uncompiled
 from revzoo.planning.profiling.clock import Median, combine_spreads, find_median, make_clock, repeat
 from revzoo.planning.profiling.timing import memory_errors

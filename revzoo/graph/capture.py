@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from revzoo.analysis.dry_run import call, isolated, mark_python_streams, require_module
+from revzoo.analysis.dry_run import call, isolated, leave_autocast, mark_python_streams, require_module
 from revzoo.analysis.fake_tensors import find_fake_mode, has_values
 from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, split_into_atoms
-from revzoo.graph.captured_call import Runner, capture_calls
+from revzoo.graph.captured_call import Runner, capture_calls, compute_digest
 from revzoo.graph.expansion import expand_calls
-from revzoo.graph.graph_plan import compute_digest
 from revzoo.graph.refusal import (
+    compute_loss,
     explain_failures,
     require_arguments,
     require_no_transforms,
@@ -32,6 +32,7 @@ from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.random_state import RandomState, find_generators
 
 RunGraph = Callable[[int, Sequence[Any]], Any]
+Loss = Callable[[Any], Tensor]
 _COMPUTED = "It reads the values of tensors, so that planning had to compute training steps on the module's device."
 
 
@@ -99,6 +100,21 @@ class Capture:
             each.grad = None
         self._run_graph = run_graph
         return self._run()
+
+    def run_step(self, run_graph: RunGraph, loss: Loss | None, end_forward: Callable[[], object] = lambda: None) -> None:
+        """Run forward, loss and backward.
+
+        Args:
+            run_graph: as for `run`.
+            loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
+            end_forward: called where forward ends.
+        """
+        outputs = self.run(run_graph)
+        end_forward()
+        total = compute_loss(loss, outputs)
+        del outputs
+        with leave_autocast():
+            total.backward()
 
     def _run(self) -> Any:
         torch_streams, rewind_python_streams = self._random

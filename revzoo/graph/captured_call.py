@@ -1,16 +1,17 @@
-"""Replacing the call of a module by its captured graphs, and back, while the module stays what it is.
+"""Calling a module through its captured graphs, while it stays what it is.
 
 `torch.compile` captures the graphs with a backend of ours, checks its guards at every call, and hands over other graphs where
 shapes, dtypes or flags are others. Keys, hooks, parameters and the class of the module are as before.
 """
 
+import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 Runner = Callable[..., Any]
@@ -46,3 +47,14 @@ def capture_calls(module: nn.Module, backend: Backend) -> Runner:
         return results
 
     return run
+
+
+def compute_digest(graph: GraphModule, inputs: Sequence[Any]) -> str:
+    """Return a hash of a graph's calls with their arguments, and of its inputs' shapes, dtypes and need of gradients."""
+    calls = [(node.op, node.name, _describe(node.target), repr(node.args), repr(node.kwargs)) for node in graph.graph.nodes]
+    given = [(tuple(t.shape), str(t.dtype), t.requires_grad) if isinstance(t, Tensor) else repr(t) for t in inputs]
+    return hashlib.sha256(repr((calls, given)).encode()).hexdigest()
+
+
+def _describe(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__name__)

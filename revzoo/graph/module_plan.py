@@ -1,18 +1,17 @@
 """A plan for any module: what its forward keeps, what it was made for, and what it takes."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from revzoo.analysis.chains import find_block_chains
+from revzoo.analysis.chains import find_block_chains, find_chains
 from revzoo.errors import PlanError
 from revzoo.format import format_bytes, format_seconds, format_spread
-from revzoo.graph.chain_schedules import set_schedules
-from revzoo.graph.graph_plan import GraphPlan
-from revzoo.graph.planned_call import PlannedCall
+from revzoo.graph.planned_call import GraphPlan, PlannedCall
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.replaced_call import replace_call, restore_call
@@ -142,6 +141,15 @@ def release(module: nn.Module) -> None:
     restore_call(module)
     for chain in find_block_chains(module).values():
         chain.end_plan()
+
+
+def set_schedules(module: nn.Module, schedules: Mapping[str, list[Mode]]) -> dict[str, list[Mode]]:
+    """Give the chains of a module their schedules, and return those that they had."""
+    chains = {prefix.removesuffix("."): chain for prefix, chain in find_chains(module).items()}
+    before = {path: chains[path].schedule for path in schedules}
+    for path, modes in schedules.items():
+        chains[path].schedule = modes
+    return before
 
 
 def _freeze(value: Any) -> Any:

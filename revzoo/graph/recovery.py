@@ -8,6 +8,7 @@ starts from. So everything is freed with autograd's graph, a span's tensors with
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from threading import RLock
 from typing import Any, Protocol, cast
@@ -35,13 +36,15 @@ _LARGEST_DIFFERENCE = 1e-2
 
 
 class Observer(Protocol):
-    """Hears what a run of a graph does, for those who count it."""
+    """Hears what atoms do, for those who count it: begin and end, saved tensors that backward asks for, second runs."""
 
     def begin(self, atom: int) -> None: ...
 
     def end(self, atom: int, saved: Sequence["Slot"], made: Mapping[Node, Any]) -> None: ...
 
-    def unpack(self, slot: "Slot") -> None: ...
+    def unpack(self, atom: int, slot: "Slot") -> None: ...
+
+    def recover(self, atom: int) -> None: ...
 
 
 class Kept:
@@ -124,6 +127,7 @@ class SpanRecord:
                     record.refilled[i, place] = _take_view(env[cast(Node, source)], geometry)
 
 
+@dataclass
 class Shared:
     """What the recoveries of all spans of one call share.
 
@@ -132,25 +136,39 @@ class Shared:
         calls: what runs the calls of every atom.
         recipes: by span.
         round: counts that this call's second runs are compared; None if they are not.
+        observer: hears what atoms do.
+        first: the number by which it knows the first atom.
+        random: by atom that draws.
+        grad_modes, settings: of every atom.
+        statistics: running ones, whose values no result depends on.
     """
 
-    def __init__(self, atoms: Sequence[Atom], calls: Sequence[Calls], recipes: Mapping[int, Recipe], round: Round | None):
-        self.round = round
-        self.atoms, self.calls, self.recipes = atoms, calls, recipes
-        self.random: dict[int, RandomState] = {}
-        self.grad_modes: list[bool] = []
-        self.settings: list[Settings] = []
-        self.statistics: dict[Node, Tensor] = {}  # whose values no result depends on
+    atoms: Sequence[Atom]
+    calls: Sequence[Calls]
+    recipes: Mapping[int, Recipe]
+    round: Round | None
+    observer: Observer | None
+    first: int
+    random: dict[int, RandomState] = field(default_factory=dict)
+    grad_modes: list[bool] = field(default_factory=list)
+    settings: list[Settings] = field(default_factory=list)
+    statistics: dict[Node, Tensor] = field(default_factory=dict)
 
 
-def unpack(slot: Slot, observer: Observer | None = None) -> Tensor:
+def unpack_and_tell(slot: Slot, observer: Observer, first: int) -> Tensor:
+    """Do as `unpack`; the observer hears when a call asks for a tensor, and when it goes on after a recovery."""
+    observer.unpack(first + slot.atom, slot)
+    tensor = unpack(slot)
+    observer.unpack(first + slot.atom, slot)
+    return tensor
+
+
+def unpack(slot: Slot) -> Tensor:
     """Return the tensor that was saved, recovering the span if it was dropped.
 
     Raises:
         RecoveryError: it was changed in place, or the atom saves other tensors when it runs again.
     """
-    if observer is not None:
-        observer.unpack(slot)
     if slot.kept is not None:
         return slot.kept.get()
     record = slot.record
@@ -249,6 +267,8 @@ class _Recovery:
     def _run_atom(self, i: int) -> None:
         atom, env = self._shared.atoms[i], self._env
         self._atom, self._place = i, 0
+        if self._shared.observer is not None:
+            self._shared.observer.recover(self._shared.first + i)
         local = {node: env[node] for node in atom.reads}
         for node in atom.statistics:
             local[node] = self._shared.statistics[node].clone()  # they move once, in forward

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from revzoo.graph.atoms import Atom, bind_inputs, prepare_call
-from revzoo.graph.recovery import Kept, Observer, Shared, Slot, SpanRecord, read_geometry, unpack
+from revzoo.graph.recovery import Kept, Observer, Shared, Slot, SpanRecord, read_geometry, unpack, unpack_and_tell
 from revzoo.graph.spans import Nest, Recipe, Spans, find_recipe
 from revzoo.runtime.compiling import exclude_from_compilation
 from revzoo.runtime.fingerprint import take_fingerprint
@@ -40,12 +40,13 @@ class SpannedGraph:
         graph: as captured.
         spans: what is kept, and what is recovered together.
         observer: hears what happens.
+        first: the number by which it knows the first atom.
     """
 
-    def __init__(self, graph: GraphModule, spans: Spans, observer: Observer | None = None):
+    def __init__(self, graph: GraphModule, spans: Spans, observer: Observer | None = None, first: int = 0):
         self.graph = graph
         self.spans = spans
-        self.observer = observer
+        self.observer, self.first = observer, first
         self.recipes: dict[int, Recipe] = {}  # by span, from the first call on
         self.calls = [[(node, prepare_call(graph, node)) for node in atom.nodes] for atom in spans.atoms]
         self.starts = self._list_starts()
@@ -101,7 +102,8 @@ class _Run:
         self._devices = {t.device for t in tensors_in(list(self._inputs.values()))}
         first = next((x for x in inputs if isinstance(x, Tensor)), None)
         round = None if first is None else begin_round(program, first)
-        self.shared = Shared(program.spans.atoms, program.calls, program.recipes, round)
+        observer, first_atom = program.observer, program.first
+        self.shared = Shared(program.spans.atoms, program.calls, program.recipes, round, observer, first_atom)
         self._held: dict[Node, Any] = {}
         self._held_by_slots = set[Node]()  # those that live as long as a slot in autograd's graph
         self._makers = _Makers()
@@ -109,7 +111,7 @@ class _Run:
             self._makers.note(value, node)
         self._packed = _Packed()
         self._small: list[ref[Slot]] = []  # of the present span, kept for being small alone
-        self._unpack = unpack if program.observer is None else partial(unpack, observer=program.observer)
+        self._unpack = unpack if observer is None else partial(unpack_and_tell, observer=observer, first=first_atom)
 
     def forward(self, output: Node) -> Any:
         spans = self._program.spans
@@ -148,7 +150,7 @@ class _Run:
         program, env = self._program, self._env
         atom = program.spans.atoms[i]
         if program.observer is not None:
-            program.observer.begin(i)
+            program.observer.begin(program.first + i)
         random = None
         if atom.draws:
             random = RandomState(find_generators(self._devices))  # of all inputs: torch.rand(2, device="cuda") reads none
@@ -206,7 +208,7 @@ class _Run:
             taken = take_fingerprint(latest.tensor)
             record.fingerprint = None if taken is None else ((latest.atom, latest.place), taken)
         if program.observer is not None:
-            program.observer.end(i, saved, {node: env[node] for node in atom.makes})
+            program.observer.end(program.first + i, saved, {node: env[node] for node in atom.makes})
         for slot in saved:
             slot.tensor = None
 

@@ -9,26 +9,21 @@ allocate is kept.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 from weakref import finalize
 
-from torch import Tensor
 from torch.fx import Node
 
-from revzoo.analysis.dry_run import leave_autocast
 from revzoo.analysis.flops import FlopCounterOfReplacedCalls
 from revzoo.graph.atoms import Atom, bind_inputs
-from revzoo.graph.capture import Capture, GraphCall
+from revzoo.graph.capture import Capture, GraphCall, Loss
 from revzoo.graph.recovery import Slot
-from revzoo.graph.refusal import compute_loss
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Spans
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls, Storages
 
-Loss = Callable[[Any], Tensor]
 _BETWEEN = Atom.of([], draws=False, is_repeatable=False)
 
 
@@ -101,20 +96,6 @@ class Record:
         stored = {node for storage in self.storages for node in storage.nodes}
         return frozenset(node for atom in self.atoms if not atom.is_repeatable for node in atom.makes if node not in stored)
 
-    @property
-    def floor_bytes(self) -> int:
-        """A peak that no plan is below: every plan needs a saved tensor from the first time that backward asks for it.
-
-        Until it is freed, that is; and gradients are the same under every plan. Autograd's functions set this peak.
-        """
-        changes = [0] * (len(self.gradient_bytes) + 1)
-        for storage in self.storages:
-            if storage.unpacked >= 0:
-                changes[max(0, storage.unpacked - 1)] += storage.bytes
-                changes[storage.released] -= storage.bytes
-        needed = accumulate(changes[:-1])
-        return self.fixed_bytes + max(a + b for a, b in zip(needed, self.gradient_bytes, strict=True))
-
 
 class _Recorder:
     """Runs captured graphs with everything kept, and notes what happens when."""
@@ -138,7 +119,7 @@ class _Recorder:
         for i in each.numbers:  # for a graph that keeps nothing, because it runs without gradients
             self.begins[i] = self.ends[i] = self.live.now()
         self.taken |= {node: self.live.find(value) for node, value in bind_inputs(each.graph, inputs)}
-        results = SpannedGraph(each.graph, Spans.keep_all(each.atoms), _CallObserver(self, each.first))(*inputs)
+        results = SpannedGraph(each.graph, Spans.keep_all(each.atoms), self, each.first)(*inputs)
         self.ends[each.numbers.stop - 1] = self.begins[each.numbers.stop] = self.live.now()
         return results
 
@@ -146,41 +127,30 @@ class _Recorder:
         """Note that forward has ended."""
         self.ends[-1] = self.live.now()
 
-    def save(self, slot: Slot, atom: int) -> None:
-        assert slot.kept is not None
-        (storage,) = self.live.find(slot.kept.get())
-        number = len(self.saved)
-        self.saved.append((atom, storage, number, slot.is_small))
-        self._numbers[id(slot)] = number
-        finalize(slot, self._release, id(slot), number)
+    def begin(self, atom: int) -> None:
+        self.begins[atom] = self.live.now()
+        self.flops[atom] = -self.counter.forward
 
-    def unpack(self, slot: Slot) -> None:
+    def end(self, atom: int, saved: Sequence[Slot], made: Mapping[Node, Any]) -> None:
+        self.ends[atom] = self.live.now()
+        self.made |= {node: self.live.find(value) for node, value in made.items()}
+        self.flops[atom] += self.counter.forward
+        for slot in saved:
+            assert slot.kept is not None
+            (storage,) = self.live.find(slot.kept.get())
+            number = len(self.saved)
+            self.saved.append((atom, storage, number, slot.is_small))
+            self._numbers[id(slot)] = number
+            finalize(slot, self._release, id(slot), number)
+
+    def recover(self, atom: int) -> None: ...
+
+    def unpack(self, atom: int, slot: Slot) -> None:
         self.unpacked.setdefault(self._numbers[id(slot)], self.live.now())
 
     def _release(self, key: int, number: int) -> None:
         self._numbers.pop(key, None)
         self.released[number] = self.live.now()
-
-
-class _CallObserver:
-    """The observer of one call of a graph."""
-
-    def __init__(self, recorder: _Recorder, first: int):
-        self._recorder, self._first = recorder, first
-        self.unpack = recorder.unpack
-
-    def begin(self, atom: int) -> None:
-        recorder, number = self._recorder, self._first + atom
-        recorder.begins[number] = recorder.live.now()
-        recorder.flops[number] = -recorder.counter.forward
-
-    def end(self, atom: int, saved: Sequence[Slot], made: Mapping[Node, Any]) -> None:
-        recorder, number = self._recorder, self._first + atom
-        recorder.ends[number] = recorder.live.now()
-        recorder.made |= {node: recorder.live.find(value) for node, value in made.items()}
-        recorder.flops[number] += recorder.counter.forward
-        for slot in saved:
-            recorder.save(slot, number)
 
 
 def record(captured: Capture, loss: Loss | None = None, *, with_parameter_gradients: bool = True) -> Record:
@@ -197,33 +167,9 @@ def record(captured: Capture, loss: Loss | None = None, *, with_parameter_gradie
         fixed = live.watch(captured.tensors)
         fixed_bytes = live.size(fixed)
         recorder.begins[0] = live.now()
-        outputs = captured.run(recorder.run_graph)
-        recorder.end_forward()
-        total = compute_loss(loss, outputs)
-        del outputs
-        with leave_autocast():
-            total.backward()
-        del total
+        captured.run_step(recorder.run_graph, loss, recorder.end_forward)
         left_out = frozenset() if with_parameter_gradients else live.watch([t.grad for t in captured.tensors])
     return _summarise(captured.calls, recorder, fixed, fixed_bytes, left_out)
-
-
-def count_step(captured: Capture, spans: Spans, loss: Loss | None = None) -> tuple[int, int]:
-    """Return peak bytes and FLOPs of a training step with these spans of the whole forward.
-
-    Args:
-        captured: inside its `capture`.
-        spans: of all atoms of the forward.
-        loss: as for `record`.
-    """
-    programs = [SpannedGraph(each.graph, spans.take(each.numbers)) for each in captured.calls]
-    live, flops = LiveBytesOfReplacedCalls(), FlopCounterOfReplacedCalls()
-    with flops, live:
-        live.watch(captured.tensors)
-        total = compute_loss(loss, captured.run(lambda at, inputs: programs[at](*inputs)))
-        with leave_autocast():
-            total.backward()
-    return live.peak(), flops.forward + flops.backward
 
 
 def _list_atoms(calls: Sequence[GraphCall]) -> list[Atom]:

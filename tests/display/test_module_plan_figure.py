@@ -10,9 +10,8 @@ from revzoo.display.figures.module_plan import plot_module_plan
 from revzoo.display.module_parts import name_parts
 from revzoo.display.style import LIGHT_GREY, LIGHT_ORANGE, MODE_COLORS
 from revzoo.display.tables.module_plan import tabulate_module_plan
-from revzoo.graph.graph_plan import GraphPlan
-from revzoo.graph.module_plan import ModulePlan
-from revzoo.graph.plan_details import CallDetails, FrontPoint, Phase, PlanDetails
+from revzoo.graph import CallDetails, FrontPoint, ModulePlan, Phase, PlanDetails
+from revzoo.graph.planned_call import GraphPlan
 from revzoo.planning.setting import Setting
 
 MIB = 1 << 20

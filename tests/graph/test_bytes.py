@@ -32,8 +32,12 @@ class Listener:
     def end(self, atom: int, saved: Sequence[Slot], made: Mapping[Node, Any]) -> None:
         pass
 
-    def unpack(self, slot: Slot) -> None:
-        self.alive.append((slot.atom, self.live.alive(self.without) / UNIT))
+    def unpack(self, atom: int, slot: Slot) -> None:
+        if all(atom != known for known, _ in self.alive):  # not again after a recovery
+            self.alive.append((atom, self.live.alive(self.without) / UNIT))
+
+    def recover(self, atom: int) -> None:
+        pass
 
 
 def run_chain(

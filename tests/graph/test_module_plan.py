@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 import revzoo
 from revzoo.errors import BudgetError, InputError, PlanError
-from revzoo.graph import front
-from revzoo.graph.module_planner import plan_in_detail
+from revzoo.graph import front, plan_module
 from revzoo.runtime import ReversibleChain
 
 
@@ -126,7 +125,7 @@ def test_a_skip_is_made_again_where_it_is_read_and_where_it_was_made():
     torch.manual_seed(0)
     net = UNet().train()
     plain = copy.deepcopy(net)
-    plan, details = plan_in_detail(net, IMAGES, budget_between(net, IMAGES, 0.35))
+    plan, details = plan_module(net, IMAGES, budget_between(net, IMAGES, 0.35))
     reruns = {call.name: call.num_reruns for call in details.calls if call.num_reruns}
     assert reruns == {"relu": 2, "dropout": 1}  # dropout's own gradient needs its mask, which is kept
     assert plan.extra_flops == 0
@@ -408,7 +407,7 @@ def test_a_module_that_is_a_chain_itself_is_planned():
     chain = ReversibleChain([nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)])
     streams = tuple(torch.rand(2, 3, 8))
     planned = copy.deepcopy(chain)
-    plan, _ = plan_in_detail(planned, streams, "1TB")
+    plan, _ = plan_module(planned, streams, "1TB")
     assert dict(plan.schedules) == {"": ("store",) * 4}
     plan.apply(planned)
     assert [torch.equal(*pair) for pair in zip(planned(*streams), chain(*streams), strict=True)] == [True, True]

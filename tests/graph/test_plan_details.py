@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 import revzoo
 from revzoo.errors import InputError
-from revzoo.graph import call_times
-from revzoo.graph.module_planner import plan_in_detail
+from revzoo.graph import call_times, plan_module
 from revzoo.planning.profiling.clock import Clock
 
 BATCH = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -46,7 +45,7 @@ def find_range() -> tuple[int, int]:
 
 def plan_at(net, share, **options):
     least, most = find_range()
-    return plan_in_detail(net, BATCH, least + int(share * (most - least)), **options)
+    return plan_module(net, BATCH, least + int(share * (most - least)), **options)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])
@@ -72,7 +71,7 @@ def test_phases_and_calls_add_up(net, share):
 
 def test_what_is_kept_and_what_is_not(net):
     """A layer's gelu needs the linear's result, its dropout a mask, the next layer the dropout's result."""
-    _, stored = plan_in_detail(net, BATCH, "1TB")
+    _, stored = plan_module(net, BATCH, "1TB")
     middle = {call.name: call.kept_bytes for call in stored.calls if call.path == "layers.1"}
     assert middle == {"layers.1 (linear)": ROW}
     assert sum(call.dropped_bytes + call.num_reruns for call in stored.calls) == 0
@@ -159,7 +158,7 @@ def test_several_graphs_add_up_too(steady_clock):
     torch.manual_seed(0)
     net = Tapped().train()
     least = revzoo.plan(net, BATCH, "1TB").min_peak_bytes
-    plan, details = plan_in_detail(net, BATCH, least, profile=True)
+    plan, details = plan_module(net, BATCH, least, profile=True)
     assert len(plan.graphs) == 2
     assert max(phase.bytes for phase in details.phases) == plan.peak_bytes == least
     assert plan.extra_flops == sum(call.flops * call.num_reruns for call in details.calls)

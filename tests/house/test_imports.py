@@ -38,7 +38,7 @@ EXCEPTIONS = {("checkpoint", "runtime"), ("checkpoint", "parts")}  # files on di
 # Libraries that only these layers may import.
 HOMES = {
     "torch": set(RANKS) - {"after_import", "bounds", "errors", "file", "format", "hub", "plugin", "registry", "spec"},
-    "timm": {"parts", "model", "analysis", "data", "conversion", "training", "commands"},
+    "timm": {"parts", "model", "analysis", "graph", "data", "conversion", "training", "commands"},
     "onnxruntime": {"conversion"},
     "omegaconf": {"spec", "checkpoint", "training"},
     "yaml": {"spec", "checkpoint"},
@@ -53,7 +53,7 @@ HOMES = {
     "reformer_pytorch": {"bench"},
     "revlib": {"bench"},
     "revtorch": {"bench"},
-    "transformers": {"commands"},
+    "transformers": {"graph"},
     "xformers": {"bench"},
     "torchvision": {"data"},
     "rich": {"display"},

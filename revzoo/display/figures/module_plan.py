@@ -18,8 +18,7 @@ from revzoo.display.figures.plan import draw_fixed_bytes, draw_front, draw_limit
 from revzoo.display.module_parts import name_parts
 from revzoo.display.style import BLUE, CREAM, INK, LIGHT_BLUE, LIGHT_GREY, LIGHT_ORANGE, MODE_COLORS, PALE
 from revzoo.format import format_bytes
-from revzoo.graph.module_plan import ModulePlan
-from revzoo.graph.plan_details import CallDetails, Phase, PlanDetails
+from revzoo.graph import CallDetails, ModulePlan, Phase, PlanDetails
 from revzoo.planning.comparison import SchedulePoint
 from revzoo.runtime.mode import Mode
 

@@ -6,8 +6,7 @@ from rich.table import Table
 
 from revzoo.display.module_parts import name_parts
 from revzoo.format import format_bytes, format_flops, format_seconds
-from revzoo.graph.module_plan import ModulePlan
-from revzoo.graph.plan_details import PlanDetails
+from revzoo.graph import ModulePlan, PlanDetails
 
 _MOST_PARTS = 24  # rows of the table
 

@@ -1,28 +1,20 @@
-"""Modules that are not the zoo's, as they are named on a command line."""
+"""Modules that are not the zoo's and a batch for each, by the names that a command line has for them."""
 
 import os
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
+from torch import nn
 
 from revzoo.errors import InputError, UnknownNameError, did_you_mean, explain_missing, join_names
-from revzoo.hub import HUB_PREFIX
 from revzoo.plugin import describe_failure, import_from_here
 
-if TYPE_CHECKING:
-    from torch import nn
-
-NAMES_HELP = "or timm:NAME, a folder with the config.json of a Transformers model, or package.module:function"
 _LONGEST_TEXT, _SIDE = 512, 224  # tokens; pixels of an image whose size a configuration does not say
 
 
-def is_any_module(name: str) -> bool:
-    """Return whether a name stands for a module that is not the zoo's; a folder may have a colon in its name."""
-    names_function = ":" in name and not name.startswith(HUB_PREFIX) and not os.path.exists(name)
-    return names_function or (Path(name) / "config.json").is_file()
-
-
-def create_any_module(name: str, size: int | None) -> "tuple[nn.Module, Any]":
+def create_named_module(name: str, size: int | None) -> tuple[nn.Module, Any]:
     """Return a module with random weights, and a random batch for it.
 
     Args:
@@ -42,9 +34,8 @@ def create_any_module(name: str, size: int | None) -> "tuple[nn.Module, Any]":
     return _call_function(name, size)
 
 
-def _create_timm(name: str, size: int) -> "tuple[nn.Module, Any]":
+def _create_timm(name: str, size: int) -> tuple[nn.Module, Any]:
     import timm
-    import torch
 
     if name not in timm.list_models():
         raise UnknownNameError("timm model", name, timm.list_models())
@@ -53,9 +44,7 @@ def _create_timm(name: str, size: int) -> "tuple[nn.Module, Any]":
     return model, torch.randn(size, *input_size)
 
 
-def _create_transformers(folder: Path, size: int) -> "tuple[nn.Module, Any]":
-    import torch
-
+def _create_transformers(folder: Path, size: int) -> tuple[nn.Module, Any]:
     with explain_missing("transformers", "Folders with a config.json"):
         import transformers
     try:
@@ -80,9 +69,7 @@ def _create_transformers(folder: Path, size: int) -> "tuple[nn.Module, Any]":
     return model, {name: torch.randint(config.vocab_size, (size, length)) for name in names}
 
 
-def _call_function(name: str, size: int | None) -> "tuple[nn.Module, Any]":
-    from torch import nn
-
+def _call_function(name: str, size: int | None) -> tuple[nn.Module, Any]:
     module_name, function_name = name.rsplit(":", 1)
     if size is not None:
         raise InputError(f"{name} makes its own batch. Received: --batch {size}. Leave it out.")
