@@ -144,7 +144,7 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
         plan, details = plan_module(module, batch, arguments.budget, optimizer=optimizer, profile=arguments.profile)
     if arguments.plot is not None:
         with show_status("drawing"):
-            from revzoo.display.figures.module_plan import plot_module_plan
+            from revzoo.graph.figure import plot_module_plan
 
             plot_module_plan(plan, details, arguments.plot)
     if arguments.out is not None:
@@ -153,7 +153,7 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
         print(json.dumps({"plan": asdict(plan), "details": asdict(details)}, indent=2))
     else:
         from revzoo.display.console import print_renderable
-        from revzoo.display.tables.module_plan import tabulate_module_plan
+        from revzoo.graph.table import tabulate_module_plan
 
         print_renderable(tabulate_module_plan(plan, details))
         if arguments.out is not None:

@@ -7,6 +7,7 @@
     counted_step, call_times                what a planned step does; how long its pieces take
     module_plan -> planned_call             a plan, saved and applied
     spans -> spanned_graph -> recovery      the graph run by a plan, and what backward makes again
+    table, figure                           a plan for the reader
 
 Everything outside this package uses the names below, and the command `named_module`.
 """

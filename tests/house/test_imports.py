@@ -26,10 +26,10 @@ LAYERS = [
     ("model",),
     ("analysis", "data", "sharding"),
     ("planning",),
-    ("graph",),
-    ("any_plan",),
     ("bench",),
     ("display",),
+    ("graph",),
+    ("any_plan",),
     ("conversion", "training"),
     ("commands",),
 ]
@@ -56,8 +56,8 @@ HOMES = {
     "transformers": {"graph"},
     "xformers": {"bench"},
     "torchvision": {"data"},
-    "rich": {"display"},
-    "matplotlib": {"display"},
+    "rich": {"display", "graph"},
+    "matplotlib": {"display", "graph"},
 }
 MODULES = {
     ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path

@@ -15,10 +15,11 @@ from matplotlib.patches import Patch
 from revzoo.display.figures.base import LEFT, draw_heading, mark_bytes, new_figure, save, simplify_axes
 from revzoo.display.figures.modes import CHARACTER
 from revzoo.display.figures.plan import draw_fixed_bytes, draw_front, draw_limits, draw_peak
-from revzoo.display.module_parts import name_parts
 from revzoo.display.style import BLUE, CREAM, INK, LIGHT_BLUE, LIGHT_GREY, LIGHT_ORANGE, MODE_COLORS, PALE
 from revzoo.format import format_bytes
-from revzoo.graph import CallDetails, ModulePlan, Phase, PlanDetails
+from revzoo.graph.counted_step import CallDetails, Phase, PlanDetails
+from revzoo.graph.module_plan import ModulePlan
+from revzoo.graph.table import name_parts
 from revzoo.planning.comparison import SchedulePoint
 from revzoo.runtime.mode import Mode
 

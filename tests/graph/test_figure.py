@@ -6,12 +6,11 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from revzoo.display.figures.module_plan import plot_module_plan
-from revzoo.display.module_parts import name_parts
 from revzoo.display.style import LIGHT_GREY, LIGHT_ORANGE, MODE_COLORS
-from revzoo.display.tables.module_plan import tabulate_module_plan
 from revzoo.graph import CallDetails, FrontPoint, ModulePlan, Phase, PlanDetails
+from revzoo.graph.figure import plot_module_plan
 from revzoo.graph.planned_call import GraphPlan
+from revzoo.graph.table import name_parts, tabulate_module_plan
 from revzoo.planning.setting import Setting
 
 MIB = 1 << 20
