@@ -24,12 +24,12 @@ from torch.utils.checkpoint import checkpoint
 
 from revzoo.analysis.dry_run import linear_loss
 from revzoo.analysis.flops import FlopCounterOfReplacedCalls
-from revzoo.planning.reforwarding.capture import Capture, capture
-from revzoo.planning.reforwarding.front import Front, find_front
-from revzoo.planning.reforwarding.record import Record, record
-from revzoo.planning.reforwarding.search import Option
-from revzoo.runtime.graph.spanned_graph import SpannedGraph
-from revzoo.runtime.graph.spans import Spans
+from revzoo.graph.capture import Capture, capture
+from revzoo.graph.front import Front, find_front
+from revzoo.graph.span_choices import Option
+from revzoo.graph.spanned_graph import SpannedGraph
+from revzoo.graph.spans import Spans
+from revzoo.graph.step_record import Record, record
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 
 POINTS = 24  # counted of every front

@@ -5,22 +5,26 @@ what else does not depend on the batch fall out. Networks are torchvision's, wit
 
 The published columns are table 1 of Feng and Huang 2021, "Optimal Gradient Checkpoint Search for Arbitrary Computation Graphs".
 The column "best cuts" is the smallest true peak of one more forward over the authors' own cuts of these networks, found by
-dynamic programming and measured in FakeTensors while the planner was designed.
+dynamic programming and measured in FakeTensors while the planner was designed. "By equation 1" is the true peak of the plan
+that the published algorithm chooses (`published_reforwarding.py`).
 
-The floor is what autograd's functions have at once, so that no plan takes less (`Record.floor_bytes`). Where a network begins
+The floor is what autograd's functions have at once, so that no plan takes less. Where a network begins
 with its largest tensor, that is the activation behind it: the gradient that reaches it, the result that it saves and the
 gradient that it makes are of the same size, and the batch is there too. AlexNet, VGG and ResNet-18 stand on it.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
+from published_reforwarding import choose_as_published
 from torch import nn
 
-from revzoo.planning.reforwarding.capture import capture
-from revzoo.planning.reforwarding.front import find_front
-from revzoo.planning.reforwarding.record import count_step, record
+from revzoo.graph.capture import capture
+from revzoo.graph.counted_step import count_step
+from revzoo.graph.front import find_front
+from revzoo.graph.step_record import Record, record
 
 MOST_FLOPS = 1.34  # over stored
 
@@ -72,22 +76,48 @@ def measure_row(row: Row) -> dict[str, Any]:
         "published_regular": row.regular,
         "published": row.published,
         "best_cuts": row.best_cuts,
-        "stored": (large[0] - small[0]) / 1e6,
-        "planned": (large[1] - small[1]) / 1e6,
-        "floor": (large[2] - small[2]) / 1e6,
-        "flops": large[3],
+        "stored": (large.stored - small.stored) / 1e6,
+        "by_equation_1": (large.published - small.published) / 1e6,
+        "planned": (large.planned - small.planned) / 1e6,
+        "floor": (large.floor - small.floor) / 1e6,
+        "flops": large.flops,
     }
 
 
-def _measure_peaks(name: str, batch: int) -> tuple[int, int, int, float]:
-    """Return the stored peak, that of the smallest plan at `MOST_FLOPS`, the floor, and the FLOPs of the plan over stored."""
+class _Peaks(NamedTuple):
+    """Peaks of a step: stored, with the published plan, with the smallest plan at `MOST_FLOPS`; and its FLOPs over stored."""
+
+    stored: int
+    published: int
+    planned: int
+    floor: int
+    flops: float
+
+
+def _measure_peaks(name: str, batch: int) -> _Peaks:
     side = 299 if name == "inception_v3" else 224
     with capture(_make_network(name), torch.empty(batch, 3, side, side, device="meta")) as captured:
         step = record(captured)
         front = find_front(step, count_flops_only=True)
         spans = front.make_spans(front.choose_least(int((MOST_FLOPS - 1) * step.total_flops)))
-        peak, flops = count_step(captured, spans)
-    return step.peak_bytes, peak, step.floor_bytes, flops / step.total_flops
+        planned = count_step(captured, spans)
+        published = count_step(captured, choose_as_published(step)[0])
+    flops = planned.flops / step.total_flops
+    return _Peaks(step.peak_bytes, published.peak_bytes, planned.peak_bytes, find_floor(step), flops)
+
+
+def find_floor(step: Record) -> int:
+    """Return a peak that no plan is below: every plan needs a saved tensor from the first time that backward asks for it.
+
+    Until it is freed, that is; and gradients are the same under every plan. Autograd's functions set this peak.
+    """
+    changes = [0] * (len(step.gradient_bytes) + 1)
+    for storage in step.storages:
+        if storage.unpacked >= 0:
+            changes[max(0, storage.unpacked - 1)] += storage.bytes
+            changes[storage.released] -= storage.bytes
+    needed = accumulate(changes[:-1])
+    return step.fixed_bytes + max(a + b for a, b in zip(needed, step.gradient_bytes, strict=True))
 
 
 def _make_network(name: str) -> nn.Module:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from revzoo.analysis.report import MemoryReport, PixelReport
     from revzoo.analysis.step_memory import measure_memory
     from revzoo.analysis.verify import VerifyReport, verify
+    from revzoo.any_plan import plan
     from revzoo.conversion.convert import convert
     from revzoo.conversion.export import export
     from revzoo.conversion.inplace_abn import inplace_abn_
@@ -18,15 +19,14 @@ if TYPE_CHECKING:
     from revzoo.conversion.report import ConvertReport
     from revzoo.conversion.reversible import ReversibleReport, ordinary_, reversible_
     from revzoo.data.transform import transform
+    from revzoo.graph import ModulePlan, reforward, release
     from revzoo.model.builder import build
     from revzoo.model.compile_steps import compile_steps
     from revzoo.model.create import create
     from revzoo.model.network import Model
     from revzoo.planning.plan import Plan
-    from revzoo.planning.planner import plan, solve
+    from revzoo.planning.planner import solve
     from revzoo.planning.profiling.profile import Profile, profile
-    from revzoo.planning.reforwarding.module_plan import ModulePlan, release
-    from revzoo.planning.reforwarding.planner import reforward
     from revzoo.spec import Spec, list_models, load_spec
 
 __version__ = "0.1.0"
@@ -36,7 +36,7 @@ _HOMES = {
     "ConvertReport": "revzoo.conversion.report",
     "MemoryReport": "revzoo.analysis.report",
     "Model": "revzoo.model.network",
-    "ModulePlan": "revzoo.planning.reforwarding.module_plan",
+    "ModulePlan": "revzoo.graph",
     "NumericsReport": "revzoo.analysis.numerics",
     "PixelReport": "revzoo.analysis.report",
     "Plan": "revzoo.planning.plan",
@@ -57,11 +57,11 @@ _HOMES = {
     "measure_memory": "revzoo.analysis.step_memory",
     "measure_numerics": "revzoo.analysis.numerics",
     "ordinary_": "revzoo.conversion.reversible",
-    "plan": "revzoo.planning.planner",
+    "plan": "revzoo.any_plan",
     "preview_reversible": "revzoo.conversion.preview",
     "profile": "revzoo.planning.profiling.profile",
-    "reforward": "revzoo.planning.reforwarding.planner",
-    "release": "revzoo.planning.reforwarding.module_plan",
+    "reforward": "revzoo.graph",
+    "release": "revzoo.graph",
     "reversible_": "revzoo.conversion.reversible",
     "solve": "revzoo.planning.planner",
     "transform": "revzoo.data.transform",

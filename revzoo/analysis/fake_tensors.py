@@ -91,7 +91,7 @@ class FakeMode(FakeTensorMode):
             return (None if dx is None else dx.to(args[1].dtype)), *others
         return out
 
-    # `torch.compile` goes on capturing the calls that `graph/captured_call.py` replaces.
+    # `torch.compile` goes on capturing the calls that `replaced_call.py` replaces.
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from revzoo.analysis.dry_run import call, isolated, linear_loss
 from revzoo.analysis.operation_flops import count_operation_flops
-from revzoo.runtime.graph.captured_call import is_replaced
+from revzoo.runtime.replaced_call import is_replaced
 
 
 def count_flops(model: nn.Module, batch: Any) -> int:
@@ -55,7 +55,7 @@ class FlopCounter(TorchDispatchMode):
 
 
 class FlopCounterOfReplacedCalls(FlopCounter):
-    """The same for modules whose calls `graph/captured_call.py` replaces, as `LiveBytesOfReplacedCalls` is for bytes."""
+    """The same for modules whose calls `replaced_call.py` replaces, as `LiveBytesOfReplacedCalls` is for bytes."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -15,10 +15,10 @@ from revzoo.analysis.memory_terms import OperationLog, Unit
 from revzoo.analysis.optimizer_step import NO_OPTIMIZER, OptimizerBytes, count_optimizer, count_updates_apart
 from revzoo.analysis.report import MemoryReport, Peak
 from revzoo.runtime.drift import ignore_error_growth
-from revzoo.runtime.graph.captured_call import is_replaced
 from revzoo.runtime.live_bytes import LiveBytes, LiveBytesOfReplacedCalls
 from revzoo.runtime.mode import MODES
 from revzoo.runtime.observation import observe_calls
+from revzoo.runtime.replaced_call import is_replaced
 
 
 def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
@@ -115,7 +115,7 @@ def run_and_measure(
 
 
 class _OperationLogOfReplacedCalls(LiveBytesOfReplacedCalls, OperationLog):
-    """Logs operations of modules whose calls `graph/captured_call.py` replaces."""
+    """Logs operations of modules whose calls `replaced_call.py` replaces."""
 
 
 def _create_log(model: nn.Module, stages: Sequence[Unit]) -> LiveBytes:

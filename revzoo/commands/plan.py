@@ -8,8 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo.commands.any_module import NAMES_HELP, create_any_module, is_any_module
-from revzoo.commands.model_name import read_name
+from revzoo.commands.model_name import is_any_module, read_name
 from revzoo.commands.model_options import BATCH_HELP, create_batch, create_loss, create_model, create_optimizer, declare_model
 from revzoo.commands.parser import NAME_HELP, Parser, batch_or_range, require_png, require_writable
 from revzoo.errors import InputError, join_names
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "Find the fastest mix of modes that fits a memory budget."
 
+_OTHER_NAMES = "or timm:NAME, a folder with the config.json of a Transformers model, or package.module:function"
 _LOOKAHEADS: dict[str, "LookaheadOption"] = {"0": 0, "1": 1, "auto": "auto"}
 _OF_RANKS = ("--shard", "--nodes", "--offload", "--tensor-parallel")
 _OF_RUNNING = ("--device", "--estimate", "--lookahead")
@@ -37,7 +37,7 @@ def declare(parser: Parser) -> None:
         "one is named."
     )
     batch_help = f"{BATCH_HELP}, or a range to search for the most samples per second, such as auto:16-256"
-    declare_model(parser, batch_or_range, "N|auto:LOW-HIGH", batch_help, f"{NAME_HELP}, {NAMES_HELP}")
+    declare_model(parser, batch_or_range, "N|auto:LOW-HIGH", batch_help, f"{NAME_HELP}, {_OTHER_NAMES}")
     parser.add_argument(
         "--budget",
         required=True,
@@ -46,10 +46,9 @@ def declare(parser: Parser) -> None:
     )
     parser.add_argument(
         "--solver",
-        choices=("timeline", "knapsack", "reforwarding"),
+        choices=("timeline", "knapsack"),
         default="timeline",
-        help="timeline is exact; for comparison, published methods: knapsack for models of the zoo, reforwarding for other "
-        "modules (default: timeline)",
+        help="timeline is exact; knapsack is a published method, for comparison (default: timeline)",
     )
     parser.add_argument(
         "--lookahead",
@@ -96,8 +95,6 @@ def run(arguments: argparse.Namespace) -> int:
     name, overrides = read_name(arguments.name)
     if is_any_module(name):
         return _plan_any_module(arguments, name, overrides)
-    if arguments.solver == "reforwarding":
-        raise InputError(f"--solver reforwarding is for modules that are not of the zoo. Received: {name}.")
     if arguments.profile:
         raise InputError("Models of the zoo are always timed where they can be run. Received: --profile. Leave it out.")
     if arguments.ranks is not None:
@@ -137,17 +134,16 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
     with show_status("planning"):
         import torch
 
-        from revzoo.planning.reforwarding.planner import plan_in_detail
+        from revzoo.graph import plan_module
+        from revzoo.graph.named_module import create_named_module
 
         torch.manual_seed(0)
-        module, batch = create_any_module(name, arguments.batch)
+        module, batch = create_named_module(name, arguments.batch)
         optimizer = create_optimizer(arguments.optimizer, module)
-        plan, details = plan_in_detail(
-            module, batch, arguments.budget, solver=arguments.solver, optimizer=optimizer, profile=arguments.profile
-        )
+        plan, details = plan_module(module, batch, arguments.budget, optimizer=optimizer, profile=arguments.profile)
     if arguments.plot is not None:
         with show_status("drawing"):
-            from revzoo.display.figures.module_plan import plot_module_plan
+            from revzoo.graph.figure import plot_module_plan
 
             plot_module_plan(plan, details, arguments.plot)
     if arguments.out is not None:
@@ -156,7 +152,7 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
         print(json.dumps({"plan": asdict(plan), "details": asdict(details)}, indent=2))
     else:
         from revzoo.display.console import print_renderable
-        from revzoo.display.tables.module_plan import tabulate_module_plan
+        from revzoo.graph.table import tabulate_module_plan
 
         print_renderable(tabulate_module_plan(plan, details))
         if arguments.out is not None:

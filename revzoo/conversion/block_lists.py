@@ -10,7 +10,7 @@ from revzoo.errors import ConversionError, InputError, UnknownNameError, join_na
 from revzoo.in_place.chain import get_step
 from revzoo.in_place.conventions import is_checkpointed
 from revzoo.runtime.compiling import is_compiled
-from revzoo.runtime.graph.captured_call import is_replaced
+from revzoo.runtime.replaced_call import is_replaced
 
 BlockLists = dict[str, Sequence[nn.Module]]
 

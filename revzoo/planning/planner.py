@@ -1,27 +1,21 @@
 """From a model and a budget to a plan: profile, solve, and count the planned training step before its peak is promised."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from revzoo.analysis.chains import find_block_chains
-from revzoo.analysis.dry_run import accumulated_gradients, require_module
 from revzoo.errors import BudgetError, InputError, UnknownNameError
 from revzoo.format import format_bytes, format_seconds
 from revzoo.planning.budget import parse_budget
 from revzoo.planning.plan import Plan, Solver
 from revzoo.planning.profiling.count import count_peak
-from revzoo.planning.profiling.hooks import PlannableModel
 from revzoo.planning.profiling.profile import Profile, profile
 from revzoo.planning.profiling.timing import measure_step_seconds, measure_workspace, memory_errors
 from revzoo.planning.profiling.trace import LossFunction
-from revzoo.planning.reforwarding.module_plan import ModulePlan
-from revzoo.planning.reforwarding.planner import ModuleSolver, plan_module
 from revzoo.planning.setting import Setting
 from revzoo.planning.solvers.knapsack import Baseline, solve_knapsack
 from revzoo.planning.solvers.problem import Problem
@@ -29,96 +23,6 @@ from revzoo.planning.solvers.schedule import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import find_schedule, minimize_peak
 from revzoo.runtime.lookahead_setting import LARGEST_RATIO, LookaheadOption, LookaheadSetting
 from revzoo.runtime.mode import Mode
-
-
-@overload
-def plan(
-    model: PlannableModel,
-    batch: Any,
-    budget: str | int,
-    *,
-    solver: Solver = ...,
-    optimizer: torch.optim.Optimizer | None = ...,
-    loss: LossFunction | None = ...,
-    lookahead: LookaheadOption = ...,
-    accumulate: bool = ...,
-    profile: bool = ...,
-) -> Plan: ...
-@overload
-def plan(
-    model: nn.Module,
-    batch: Any,
-    budget: str | int,
-    *,
-    solver: ModuleSolver = ...,
-    optimizer: torch.optim.Optimizer | None = ...,
-    loss: LossFunction | None = ...,
-    lookahead: LookaheadOption = ...,
-    accumulate: bool = ...,
-    profile: bool = ...,
-) -> Plan | ModulePlan: ...
-def plan(
-    model: nn.Module,
-    batch: Any,
-    budget: str | int,
-    *,
-    solver: Solver | ModuleSolver = "timeline",
-    optimizer: torch.optim.Optimizer | None = None,
-    loss: LossFunction | None = None,
-    lookahead: LookaheadOption = 0,
-    accumulate: bool = False,
-    profile: bool = False,
-) -> Plan | ModulePlan:
-    """Return the fastest plan whose peak is within the budget; its training step is counted before the peak is promised.
-
-    A model of the zoo, a chain or a network that `reversible_` changed gets a schedule of its steps and nodes. Any other module
-    gets a plan of its captured graph: which results to keep, and what to run again together.
-
-    Args:
-        model: any module, in the state in which it will be trained.
-        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
-        budget: limit for the peak of all memory together, as for `revzoo.solve`.
-        solver: "timeline" or "knapsack", as for `revzoo.solve`. For any other module, "timeline", or
-            "reforwarding": the published plan of its graph, which knows no budget, for comparison.
-        optimizer: its state is part of every peak, and its update may be the peak.
-        loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
-        lookahead: how many steps are recovered ahead of backward, 0 or 1; "auto" plans and times both and keeps the faster. 0
-            for networks that `reversible_` changed and for any other module.
-        accumulate: whether steps begin with the gradients of earlier batches, as they do with gradient accumulation. Not for
-            any other module.
-        profile: for any other module: run its calls a few times on its device, and choose by their times instead of FLOPs and
-            moved bytes. Models of the zoo and chains are always timed where they can be run.
-    Raises:
-        InputError: a model, batch, optimizer, budget or lookahead that cannot be used.
-        BudgetError: no schedule fits; names the smallest budget that would.
-        RecoveryError: a step does not return the same output when it runs again.
-    """
-    require_module(model)
-    has_blocks = bool(find_block_chains(model))
-    if has_blocks and lookahead != 0:
-        raise InputError(
-            f"Blocks that were made reversible in place are recovered one by one. Received: lookahead={lookahead!r}. Plan with "
-            "lookahead=0."
-        )
-    if has_blocks or isinstance(model, PlannableModel):
-        if solver == "reforwarding":
-            raise InputError(
-                f"Re-forwarding as published plans modules without reversible steps. Received: {type(model).__name__}. Try "
-                "solver='timeline'."
-            )
-        with accumulated_gradients(model) if accumulate else nullcontext():
-            return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead)[1]
-    if accumulate:
-        raise InputError(
-            f"Accumulated gradients are counted for models of the zoo and chains. Received: {type(model).__name__}. Plan "
-            "without accumulate, with a budget that is smaller by the bytes of its gradients."
-        )
-    if solver not in ("timeline", "reforwarding") or lookahead != 0:
-        raise InputError(
-            f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline' or 'reforwarding', "
-            f"and lookahead=0. Received: solver={solver!r}, lookahead={lookahead!r}."
-        )
-    return plan_module(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, profile=profile)
 
 
 def profile_and_plan(

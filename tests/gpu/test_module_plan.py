@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import revzoo
-from revzoo.planning.reforwarding.planner import plan_module
+from revzoo.graph import plan_module
 
 
 class Net(nn.Module):
@@ -35,7 +35,7 @@ def test_a_planned_step_is_the_plain_one(is_autocast: bool) -> None:
     planned, images = Net().cuda().train(), torch.randn(8, 3, 64, 64, device="cuda")
     plain = copy.deepcopy(planned)
     with torch.autocast("cuda", torch.bfloat16, enabled=is_autocast):
-        plan = plan_module(planned, images, None)
+        plan = plan_module(planned, images, None)[0]
         assert plan.peak_bytes < plan.no_recompute_peak_bytes
         plan.apply(planned, images)
         results = [step(module, images) for module in (planned, plain)]
@@ -45,7 +45,7 @@ def test_a_planned_step_is_the_plain_one(is_autocast: bool) -> None:
 def test_the_allocator_sees_what_is_saved() -> None:
     planned, images = Net().cuda().train(), torch.randn(32, 3, 128, 128, device="cuda")
     plain = copy.deepcopy(planned)
-    plan = plan_module(planned, images, None)
+    plan = plan_module(planned, images, None)[0]
     plan.apply(planned, images)
     peaks = []
     for module in (planned, plain):

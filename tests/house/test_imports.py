@@ -27,6 +27,8 @@ LAYERS = [
     ("analysis", "data", "sharding"),
     ("planning",),
     ("display",),
+    ("graph",),
+    ("any_plan",),
     ("conversion", "training"),
     ("commands",),
 ]
@@ -35,7 +37,7 @@ EXCEPTIONS = {("checkpoint", "runtime"), ("checkpoint", "parts")}  # files on di
 # Libraries that only these layers may import.
 HOMES = {
     "torch": set(RANKS) - {"after_import", "bounds", "errors", "file", "format", "hub", "plugin", "registry", "spec"},
-    "timm": {"parts", "model", "analysis", "data", "conversion", "training", "commands"},
+    "timm": {"parts", "model", "analysis", "graph", "data", "conversion", "training", "commands"},
     "onnxruntime": {"conversion"},
     "omegaconf": {"spec", "checkpoint", "training"},
     "yaml": {"spec", "checkpoint"},
@@ -45,10 +47,10 @@ HOMES = {
     "sklearn": {"data"},
     "datasets": {"data"},
     "tokenizers": {"data"},
-    "transformers": {"commands"},
+    "transformers": {"graph"},
     "torchvision": {"data"},
-    "rich": {"display"},
-    "matplotlib": {"display"},
+    "rich": {"display", "graph"},
+    "matplotlib": {"display", "graph"},
 }
 MODULES = {
     ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path

@@ -1,0 +1,101 @@
+"""`revzoo.plan`: a schedule for a model of the zoo or a chain, a plan of its graph for any other module."""
+
+from contextlib import nullcontext
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from revzoo.analysis.chains import find_block_chains
+from revzoo.analysis.dry_run import accumulated_gradients, require_module
+from revzoo.errors import InputError
+from revzoo.graph import ModulePlan, plan_module
+from revzoo.planning.plan import Plan, Solver
+from revzoo.planning.planner import profile_and_plan
+from revzoo.planning.profiling.hooks import PlannableModel
+from revzoo.planning.profiling.trace import LossFunction
+from revzoo.runtime.lookahead_setting import LookaheadOption
+
+
+@overload
+def plan(
+    model: PlannableModel,
+    batch: Any,
+    budget: str | int,
+    *,
+    solver: Solver = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    loss: LossFunction | None = ...,
+    lookahead: LookaheadOption = ...,
+    accumulate: bool = ...,
+    profile: bool = ...,
+) -> Plan: ...
+@overload
+def plan(
+    model: nn.Module,
+    batch: Any,
+    budget: str | int,
+    *,
+    solver: Solver = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    loss: LossFunction | None = ...,
+    lookahead: LookaheadOption = ...,
+    accumulate: bool = ...,
+    profile: bool = ...,
+) -> Plan | ModulePlan: ...
+def plan(
+    model: nn.Module,
+    batch: Any,
+    budget: str | int,
+    *,
+    solver: Solver = "timeline",
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: LossFunction | None = None,
+    lookahead: LookaheadOption = 0,
+    accumulate: bool = False,
+    profile: bool = False,
+) -> Plan | ModulePlan:
+    """Return the fastest plan whose peak is within the budget; its training step is counted before the peak is promised.
+
+    A model of the zoo, a chain or a network that `reversible_` changed gets a schedule of its steps and nodes. Any other module
+    gets a plan of its captured graph: which results to keep, and what to run again together.
+
+    Args:
+        model: any module, in the state in which it will be trained.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        budget: limit for the peak of all memory together, as for `revzoo.solve`.
+        solver: "timeline" or "knapsack", as for `revzoo.solve`. "timeline" for any other module.
+        optimizer: its state is part of every peak, and its update may be the peak.
+        loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
+        lookahead: how many steps are recovered ahead of backward, 0 or 1; "auto" plans and times both and keeps the faster. 0
+            for networks that `reversible_` changed and for any other module.
+        accumulate: whether steps begin with the gradients of earlier batches, as they do with gradient accumulation. Not for
+            any other module.
+        profile: for any other module: run its calls a few times on its device, and choose by their times instead of FLOPs and
+            moved bytes. Models of the zoo and chains are always timed where they can be run.
+    Raises:
+        InputError: a model, batch, optimizer, budget or lookahead that cannot be used.
+        BudgetError: no schedule fits; names the smallest budget that would.
+        RecoveryError: a step does not return the same output when it runs again.
+    """
+    require_module(model)
+    has_blocks = bool(find_block_chains(model))
+    if has_blocks and lookahead != 0:
+        raise InputError(
+            f"Blocks that were made reversible in place are recovered one by one. Received: lookahead={lookahead!r}. Plan with "
+            "lookahead=0."
+        )
+    if has_blocks or isinstance(model, PlannableModel):
+        with accumulated_gradients(model) if accumulate else nullcontext():
+            return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead)[1]
+    if accumulate:
+        raise InputError(
+            f"Accumulated gradients are counted for models of the zoo and chains. Received: {type(model).__name__}. Plan "
+            "without accumulate, with a budget that is smaller by the bytes of its gradients."
+        )
+    if solver != "timeline" or lookahead != 0:
+        raise InputError(
+            f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline' and "
+            f"lookahead=0. Received: solver={solver!r}, lookahead={lookahead!r}."
+        )
+    return plan_module(model, batch, budget, optimizer=optimizer, loss=loss, profile=profile)[0]

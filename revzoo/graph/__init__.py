@@ -1,0 +1,19 @@
+"""Plans for any module, reversible or not: what backward needs is kept within a budget, and made again where it is not.
+
+    captured_call -> expansion -> atoms     torch.compile's graph of a forward, in pieces that can run again by themselves
+    capture -> step_record                  one training step in FakeTensors: what it allocates, saves and computes
+    span_choices, nesting, remaking         what may be kept, and which pieces are made again together
+    front -> module_planner                 the least work for every budget; the plan is counted before its peak is promised
+    counted_step, call_times                what a planned step does; how long its pieces take
+    module_plan -> planned_call             a plan, saved and applied
+    spans -> spanned_graph -> recovery      the graph run by a plan, and what backward makes again
+    table, figure                           a plan for the reader
+
+Everything outside this package uses the names below, and the command `named_module`.
+"""
+
+from revzoo.graph.counted_step import CallDetails, FrontPoint, Phase, PlanDetails
+from revzoo.graph.module_plan import ModulePlan, release
+from revzoo.graph.module_planner import plan_module, reforward
+
+__all__ = ["CallDetails", "FrontPoint", "ModulePlan", "Phase", "PlanDetails", "plan_module", "reforward", "release"]

@@ -1,0 +1,227 @@
+"""The forward of a module for one batch: calls of captured graphs, one after the other, and the code between them.
+
+Mostly it is one call of one graph. `torch.compile` ends a graph where it cannot follow the code, at a `print` or a reversible
+chain for example, and begins another behind it. What stands between is run as it is, and stores what it stores.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, GraphModule
+
+from revzoo.analysis.dry_run import call, isolated, leave_autocast, mark_python_streams, require_module
+from revzoo.analysis.fake_tensors import find_fake_mode, has_values
+from revzoo.errors import InputError
+from revzoo.graph.atoms import Atom, split_into_atoms
+from revzoo.graph.captured_call import Runner, capture_calls, compute_digest
+from revzoo.graph.expansion import expand_calls
+from revzoo.graph.refusal import (
+    compute_loss,
+    explain_failures,
+    require_arguments,
+    require_no_transforms,
+    require_results,
+    require_uncompiled,
+)
+from revzoo.runtime.nested import map_tensors, tensors_in
+from revzoo.runtime.random_state import RandomState, find_generators
+
+RunGraph = Callable[[int, Sequence[Any]], Any]
+Loss = Callable[[Any], Tensor]
+_COMPUTED = "It reads the values of tensors, so that planning had to compute training steps on the module's device."
+
+
+@dataclass(frozen=True)
+class GraphCall:
+    """One call of a captured graph.
+
+    Args:
+        graph: of torch calls; parameters and buffers are inputs. No other call has the same nodes.
+        atoms: of the graph.
+        digest: of the graph and its inputs.
+        first: number of its first atom. Atoms are counted through the whole forward, and what runs before every graph and
+            behind the last one counts as one.
+    """
+
+    graph: GraphModule
+    atoms: Sequence[Atom]
+    digest: str
+    first: int
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of its atoms."""
+        return range(self.first, self.first + len(self.atoms))
+
+
+class Capture:
+    """A module whose captured graphs run as one says.
+
+    Args:
+        module, batch: as `isolated` has prepared them.
+        notes: remarks for the reader of a plan.
+    """
+
+    def __init__(self, module: nn.Module, batch: Any, notes: Sequence[str] = ()):
+        self.calls: list[GraphCall] = []
+        self.notes = tuple(notes)
+        self._module, self._batch = module, batch
+        self._graphs: list[GraphModule] = []  # as they are called; one may be called several times
+        self._position = 0
+        self._random = RandomState(find_generators({t.device for t in self.tensors})), mark_python_streams()
+        self._run_graph: RunGraph = self._note_and_run
+        self._runner = capture_calls(module, self._take)
+        require_results(module, self._run())
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameters, buffers and batch."""
+        return [*self._module.parameters(), *self._module.buffers(), *tensors_in(self._batch)]
+
+    @property
+    def num_atoms(self) -> int:
+        """The number of atoms of the whole forward."""
+        return sum(len(each.atoms) + 1 for each in self.calls) + 1
+
+    def run(self, run_graph: RunGraph) -> Any:
+        """Call the module and return what it returns.
+
+        Args:
+            run_graph: runs a call of a graph, given as its place in `calls`, with its inputs.
+        Raises:
+            InputError: the module calls other graphs than at first.
+        """
+        for each in self.tensors:
+            each.grad = None
+        self._run_graph = run_graph
+        return self._run()
+
+    def run_step(self, run_graph: RunGraph, loss: Loss | None, end_forward: Callable[[], object] = lambda: None) -> None:
+        """Run forward, loss and backward.
+
+        Args:
+            run_graph: as for `run`.
+            loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
+            end_forward: called where forward ends.
+        """
+        outputs = self.run(run_graph)
+        end_forward()
+        total = compute_loss(loss, outputs)
+        del outputs
+        with leave_autocast():
+            total.backward()
+
+    def _run(self) -> Any:
+        torch_streams, rewind_python_streams = self._random
+        torch_streams.rewind()  # every run draws the same numbers
+        rewind_python_streams()
+        torch.clear_autocast_cache()  # every run casts the weights
+        self._position = 0
+        outputs = call(self._runner, self._batch)
+        if self._position != len(self.calls):
+            raise self._differs()
+        return outputs
+
+    def _take(self, graph: GraphModule, _: Sequence[Any]) -> Runner:
+        def run(*given: Any) -> Any:
+            at, self._position = self._position, self._position + 1
+            if at == len(self._graphs) and self._run_graph == self._note_and_run:
+                self._graphs.append(graph)
+            elif at >= len(self._graphs) or not self._is_same(graph, at, given):
+                raise self._differs()
+            return self._run_graph(at, given)
+
+        return run
+
+    def _is_same(self, graph: GraphModule, at: int, given: Sequence[Any]) -> bool:
+        """Return whether a graph is that of a call, or equal: a forward that notes something once is captured twice."""
+        if graph is not self._graphs[at]:
+            expand_calls(graph)
+            if compute_digest(graph, given) != self.calls[at].digest:
+                return False
+            self._graphs[at] = graph
+        return True
+
+    def _note_and_run(self, at: int, given: Sequence[Any]) -> Any:
+        graph = self._graphs[at]
+        require_no_transforms(self._module, graph)
+        if any(graph is each for each in self._graphs[:at]):
+            graph = _copy(graph)
+        mode = find_fake_mode(list(tensors_in(list(given))), always=True)
+        assert mode is not None
+        with mode:
+            atoms = split_into_atoms(graph, [_make_fake(each, mode) for each in given])
+        first = self.calls[-1].numbers.stop + 1 if self.calls else 1
+        self.calls.append(GraphCall(graph, atoms, compute_digest(graph, given), first))
+        return graph.forward(*given)
+
+    def _differs(self) -> InputError:
+        return InputError(
+            f"Two calls of {type(self._module).__name__} with the same batch ran other operations: its forward depends on "
+            "what it remembers. Plan a submodule that runs the same operations every time."
+        )
+
+
+@contextmanager
+def capture(module: nn.Module, batch: Any, *, with_values: bool = False) -> Iterator[Capture]:
+    """Yield the captured forward of a module for a batch, and leave the module as it was.
+
+    Nothing is computed or allocated inside, unless forward reads the values of tensors.
+
+    Args:
+        module: any, in the state in which it will be trained.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        with_values: compute in any case, because backward or the loss reads values.
+    Raises:
+        InputError: no module, an unusable batch, no parameter with a gradient, a compiled module, or a forward that runs other
+            operations from call to call, or needs values that there are not.
+    """
+    require_module(module)
+    require_uncompiled(module)
+    with isolated(module, batch, fake=True) as fake_batch:
+        require_arguments(module, batch)
+        captured = None if with_values else _try_without_values(module, fake_batch)
+        if captured is not None:
+            yield captured
+            return
+    if not all(map(has_values, [*module.parameters(), *tensors_in(batch)])):
+        raise InputError(
+            f"A step of {type(module).__name__} cannot run without values: it reads those of tensors, by which it may decide "
+            "what to compute. Give module and batch values, or plan a submodule that reads none."
+        )
+    with isolated(module, batch) as own_batch:
+        with explain_failures(module, batch):
+            captured = Capture(module, own_batch, [_COMPUTED])
+        yield captured
+
+
+def _try_without_values(module: nn.Module, batch: Any) -> Capture | None:
+    try:
+        return Capture(module, batch)
+    except InputError:
+        raise
+    except Exception:  # of which there are many kinds; with values it is raised again, or there is none
+        return None
+
+
+def _copy(graph: GraphModule) -> GraphModule:
+    """Return the graph with nodes of its own."""
+    copied = Graph()
+    output = copied.graph_copy(graph.graph, {})
+    copied.output(output)
+    return GraphModule(graph, copied)
+
+
+def _make_fake(value: Any, mode: FakeTensorMode) -> Any:
+    """Return the tensors of a value as FakeTensors of their own."""
+
+    def convert(t: Tensor) -> Tensor:
+        fake = t.detach() if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
+        return fake.requires_grad_(t.requires_grad)
+
+    return map_tensors(convert, value)

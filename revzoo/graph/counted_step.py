@@ -1,0 +1,221 @@
+"""A step with chosen spans, run in FakeTensors: its peak, its FLOPs, and what it does call by call, for tables and pictures."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+from torch.fx import Node
+
+from revzoo.analysis.flops import FlopCounterOfReplacedCalls
+from revzoo.graph.call_times import CallTimes
+from revzoo.graph.capture import Capture, Loss
+from revzoo.graph.front import Front
+from revzoo.graph.recovery import Slot
+from revzoo.graph.span_choices import FLOPS_PER_BYTE
+from revzoo.graph.spanned_graph import SpannedGraph
+from revzoo.graph.spans import Spans
+from revzoo.graph.step_record import Record
+from revzoo.runtime.live_bytes import LiveBytes, LiveBytesOfReplacedCalls
+
+PhaseKind = Literal["forward", "loss", "recovery", "backward"]
+_BACKWARD = 2  # the work of a call's backward, over that of its forward
+_POINTS = 32  # of a front: enough for a smooth curve
+
+
+@dataclass(frozen=True)
+class CountedStep:
+    """What a step takes and does.
+
+    Args:
+        peak_bytes: of all memory.
+        flops: of forward and backward.
+        events: what begins, in which atom (-1 for the loss), and when, as a position in `alive`.
+        alive: bytes.
+        kept: by atom, the bytes of what it has made that are alive when backward first asks for something.
+    """
+
+    peak_bytes: int
+    flops: int
+    events: Sequence[tuple[PhaseKind, int, int]]
+    alive: Sequence[int]
+    kept: Mapping[int, int]
+
+    @property
+    def reruns(self) -> list[int]:
+        """The atoms that run again in backward, each as often as it does."""
+        return [atom for kind, atom, _ in self.events if kind == "recovery"]
+
+
+@dataclass(frozen=True)
+class CallDetails:
+    """One call of a module's graph, or a few that run together.
+
+    Args:
+        name: path of the submodule and function: `layer1.0.conv2 (conv2d)`.
+        flops: of its forward.
+        kept_bytes: of what it makes and is kept from forward to backward.
+        dropped_bytes: of what it makes, backward needs, and is made again.
+        num_reruns: how many times it runs again in backward.
+    """
+
+    name: str
+    flops: int
+    kept_bytes: int
+    dropped_bytes: int
+    num_reruns: int
+
+    @property
+    def path(self) -> str:
+        """The submodule's path; empty for a call of the module itself."""
+        return self.name.rpartition(" (")[0]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of a step.
+
+    Args:
+        kind: "recovery" is the second run of a call in backward.
+        call: number of the call; -1 for the loss.
+        bytes: the peak of all memory in it.
+        work: nanoseconds where calls were timed, else FLOPs with moved bytes at 16 each; of a backward twice that of forward.
+    """
+
+    kind: PhaseKind
+    call: int
+    bytes: int
+    work: int
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """The memory and work of a plan for another budget.
+
+    Args:
+        peak_bytes: peak of all memory together.
+        extra_flops: of one forward and backward, beyond those of storing everything.
+        extra_seconds: likewise; None where nothing was timed.
+    """
+
+    peak_bytes: int
+    extra_flops: int
+    extra_seconds: float | None
+
+
+@dataclass(frozen=True)
+class PlanDetails:
+    """What a planned step does, and what plans for other budgets take.
+
+    Args:
+        calls: of the graph, in order.
+        phases: of the step, in order.
+        front: plans for other budgets, by rising peak; the last stores everything.
+        fixed_bytes: weights, buffers, batch and optimizer state.
+    """
+
+    calls: tuple[CallDetails, ...]
+    phases: tuple[Phase, ...]
+    front: tuple[FrontPoint, ...]
+    fixed_bytes: int
+
+
+class _Tracer:
+    """The observer that notes when calls run, run again and are differentiated."""
+
+    def __init__(self, live: LiveBytes):
+        self.events: list[tuple[PhaseKind, int, int]] = []
+        self._live = live
+
+    def note(self, kind: PhaseKind, atom: int) -> None:
+        self.events.append((kind, atom, self._live.now()))
+
+    def begin(self, atom: int) -> None:
+        self.note("forward", atom)
+
+    def end(self, atom: int, saved: Sequence[Slot], made: Mapping[Node, Any]) -> None: ...
+
+    def unpack(self, atom: int, slot: Slot) -> None:
+        if self.events[-1][:2] != ("backward", atom):
+            self.note("backward", atom)
+
+    def recover(self, atom: int) -> None:
+        self.note("recovery", atom)
+
+
+def count_step(captured: Capture, spans: Spans, loss: Loss | None = None) -> CountedStep:
+    """Run a training step with these spans of the whole forward. Nothing is computed, unless the module needs values.
+
+    Args:
+        captured: inside its `capture`.
+        spans: of all atoms of the forward.
+        loss: as for `record`.
+    """
+    live, flops = LiveBytesOfReplacedCalls(), FlopCounterOfReplacedCalls()
+    tracer = _Tracer(live)
+    programs = [SpannedGraph(each.graph, spans.take(each.numbers), tracer, each.first) for each in captured.calls]
+
+    def run_graph(at: int, inputs: Sequence[Any]) -> Any:
+        results = programs[at](*inputs)
+        tracer.note("forward", captured.calls[at].numbers.stop)
+        return results
+
+    with flops, live:
+        live.watch(captured.tensors)
+        tracer.note("forward", 0)
+        captured.run_step(run_graph, loss, lambda: tracer.note("loss", -1))
+    starts = {atom: at for kind, atom, at in tracer.events if kind in ("forward", "loss")}
+    backward = min((at for kind, _, at in tracer.events if kind == "backward"), default=live.now())
+    kept = live.alive_by_birth([*starts.values()], (), backward)
+    alive = [*accumulate((change for _, change in live.log), initial=0)]
+    return CountedStep(max(alive), flops.forward + flops.backward, tracer.events, alive, dict(zip(starts, kept, strict=True)))
+
+
+def describe_step(
+    counted: CountedStep, step: Record, front: Front, *, other_bytes: int, more_flops: int, times: CallTimes | None
+) -> PlanDetails:
+    """Return what a counted step does, and what others would take.
+
+    Args:
+        counted: with the chosen spans.
+        step: the record of the module.
+        front: of all plans.
+        other_bytes: alive during the whole step, besides what the record knows.
+        more_flops: of storing everything here than where chains store too.
+        times: of the calls.
+    """
+    made, needed = [0] * len(step.atoms), [0] * len(step.atoms)
+    for storage in step.storages:
+        made[storage.born] += storage.bytes
+        needed[storage.born] += storage.bytes if storage.saved_by else 0
+    if times is None:
+        forward = [flops + FLOPS_PER_BYTE * size for flops, size in zip(step.flops, made, strict=True)]
+        backward = [_BACKWARD * each if at >= 0 else 0 for each, at in zip(forward, step.first_unpack, strict=True)]
+    else:
+        forward, backward = list(times.forward), list(times.backward)
+    phases = []
+    ends = [*(start for _, _, start in counted.events[1:]), len(counted.alive)]
+    for (kind, call, start), end in zip(counted.events, ends, strict=True):
+        work = 0 if call < 0 else backward[call] if kind == "backward" else forward[call]
+        if kind == "backward":
+            backward[call] = 0  # it may ask for saved tensors several times
+        phases.append(Phase(kind, call, max(counted.alive[start : end + 1]) + other_bytes, work))
+    reruns = counted.reruns
+    calls = (
+        CallDetails(atom.name, flops, kept := counted.kept.get(i, 0), max(0, need - kept), reruns.count(i))
+        for i, (atom, flops, need) in enumerate(zip(step.atoms, step.flops, needed, strict=True))
+    )
+    return PlanDetails(
+        tuple(calls), tuple(phases), _list_front(front, other_bytes, more_flops, times), step.fixed_bytes + other_bytes
+    )
+
+
+def _list_front(front: Front, other_bytes: int, more_flops: int, times: CallTimes | None) -> tuple[FrontPoint, ...]:
+    points = front.list_points()
+    rows = []
+    for k in sorted({round(i * (len(points) - 1) / (_POINTS - 1)) for i in range(_POINTS)}):
+        peak, _ = points[k]
+        chosen = front.choose(peak) or ()
+        seconds = None if times is None else sum(option.made for option in chosen) / 1e9
+        rows.append(FrontPoint(peak + other_bytes, sum(option.flops for option in chosen) + more_flops, seconds))
+    return tuple(rows)

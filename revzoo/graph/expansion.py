@@ -1,0 +1,198 @@
+"""Calls of a captured graph that hide several, replaced by these, so that a plan can choose among what they make.
+
+The body of a checkpoint becomes calls of the graph itself: what is kept is for a plan to say. Attention without a fused kernel,
+as on a CPU with dropout, is two products with a softmax between them; of what it saves, the softmax alone spares both. A fused
+kernel saves a mask of numbers that attention makes of a mask of booleans in every layer: made apart, it is made again for free.
+Custom autograd functions stay one call, of another function.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from revzoo.graph.custom_function import call_custom_function
+from revzoo.runtime.nested import map_tensors
+
+_NOT_COMPARED = ("aten.detach", "prim.")  # autograd calls the first where hooks are set; subclasses ask for the others
+
+
+def expand_calls(graph: GraphModule) -> None:
+    """Replace checkpoints by their bodies, attention that runs as several operations by these, and how custom functions save.
+
+    Nothing is left to do in a graph that was expanded before.
+    """
+    _inline_checkpoints(graph)
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
+            _expand_attention(graph, node)
+        elif node.op == "call_function" and node.target is torch.ops.higher_order.autograd_function_apply:
+            node.target = call_custom_function
+    graph.recompile()
+
+
+def get_attribute(graph: GraphModule, path: str) -> Any:
+    """Return what a dotted path names in a graph."""
+    value: Any = graph
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _inline_checkpoints(graph: GraphModule) -> None:
+    """Replace checkpoints by their bodies. Besides, PyTorch 2.15 runs a checkpoint in a graph without rewinding its stream."""
+    waiting = [node for node in graph.graph.nodes if _is_checkpoint(node)]
+    numbers = count()
+    while waiting:
+        node = waiting.pop()
+        body, *given = node.args
+        inner = get_attribute(graph, str(body.target))
+        values: dict[Node, Any] = {}
+        arguments = iter(given)
+        with graph.graph.inserting_before(node):
+            for each in inner.graph.nodes:
+                if each.op == "placeholder":
+                    values[each] = next(arguments)
+                elif each.op == "output":
+                    (results,) = map_arg(each.args, values.__getitem__)
+                else:
+                    values[each] = copied = graph.graph.node_copy(each, values.__getitem__)
+                    if each.op in ("get_attr", "call_module"):
+                        copied.target = f"_checkpointed_{next(numbers)}"
+                        setattr(graph, copied.target, get_attribute(inner, str(each.target)))
+                    if _is_checkpoint(copied):
+                        waiting.append(copied)
+        for user in list(node.users):  # they pick single results
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.graph.erase_node(user)
+        graph.graph.erase_node(node)
+
+
+def _is_checkpoint(node: Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint"
+
+
+def _expand_attention(graph: GraphModule, node: Node) -> None:
+    """Replace a call of attention by its parts, if these call the same operations. A fused kernel is one, and stays."""
+    values: dict[Node, Any] = {each: each.meta.get("example_value") for each in (node, *node.all_input_nodes)}
+    out = values[node]
+    if not all(type(t) is FakeTensor and t.dtype in (out.dtype, torch.bool) for t in values.values()) or not out.requires_grad:
+        return  # under autocast, for example, it returns another dtype
+    args: Any = map_arg(node.args, values.__getitem__)
+    kwargs: Any = dict(map_arg(node.kwargs, values.__getitem__))
+    with out.fake_mode, torch.enable_grad(), _Operations() as expected:
+        F.scaled_dot_product_attention(*args, **kwargs)
+    for attend in (_attend, _attend_fused):
+        calls = _Calls()
+        with out.fake_mode, torch.enable_grad(), _Operations() as operations:
+            attend(calls.call, *args, **kwargs)
+        if operations.called == expected.called:
+            break
+    else:
+        return
+    made = {id(values[each]): each for each in node.all_input_nodes}
+    with graph.graph.inserting_before(node):
+        for function, given, options, result in calls.made:
+            part = graph.graph.call_function(function, tuple(made.get(id(each), each) for each in given), options)
+            part.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
+            made[id(result)] = part
+    node.replace_all_uses_with(part)
+    graph.graph.erase_node(node)
+
+
+class _Calls:
+    """Calls functions and notes them: function, arguments, keyword arguments, which are no tensors, and result."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any], Tensor]] = []
+
+    def call(self, function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+        result = function(*args, **options)
+        self.made.append((function, args, options, result))
+        return result
+
+
+def _attend(
+    call: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> None:
+    """Call the parts of attention one by one, as PyTorch does where no fused kernel takes the arguments."""
+    if enable_gqa:
+        return
+    factor = math.sqrt(abs(1 / math.sqrt(query.shape[-1]) if scale is None else scale))
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = call(convert_mask, attn_mask, query.dtype)
+    query = call(multiply, query, factor)
+    if is_causal:
+        attn_mask = call(make_causal_mask, query, key)
+    scores = call(torch.matmul, query, call(multiply, call(torch.transpose, key, -2, -1), factor))
+    if attn_mask is not None:
+        scores = call(torch.add, scores, attn_mask)
+    weights = call(torch._safe_softmax, scores, -1)
+    if dropout_p:
+        weights = call(F.dropout, weights, dropout_p)
+    call(torch.matmul, weights, value)
+
+
+def _attend_fused(
+    call: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *rest: Any,
+    **options: Any,
+) -> None:
+    """Call what makes numbers of a mask of booleans, and attention with these."""
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        mask = call(convert_mask, attn_mask, query.dtype)
+        call(F.scaled_dot_product_attention, query, key, value, mask, *rest, **options)
+
+
+def multiply(tensor: Tensor, factor: float) -> Tensor:
+    """Return a tensor times a number, by the operation that attention calls."""
+    product: Tensor = torch.ops.aten.mul.Scalar(tensor, factor)
+    return product
+
+
+def convert_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what attention adds to its scores for a mask that is False where nothing is attended to."""
+    return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype, device=mask.device))
+
+
+def make_causal_mask(query: Tensor, key: Tensor) -> Tensor:
+    """Return what attention adds to its scores so that no position attends to a later one."""
+    size = query.shape[-2], key.shape[-2]
+    return convert_mask(torch.ones(size, dtype=torch.bool, device=query.device).tril(), query.dtype)
+
+
+class _Operations(TorchDispatchMode):
+    """Notes the operations that are called, with their arguments and the layout of their results.
+
+    Keywords tell no more than that: dtype, device, memory format.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not str(func).startswith(_NOT_COMPARED):
+            self.called.append(f"{func} {map_tensors(lambda t: (t.dtype, t.shape, t.stride()), (args, out))}")
+        return out

@@ -1,0 +1,211 @@
+"""A plan of any module as a picture: memory over one training step, what is kept and runs again, and other budgets.
+
+The axis of a step is its work, so that what runs again takes the width that it costs.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from revzoo.display.figures.base import LEFT, draw_heading, mark_bytes, new_figure, save, simplify_axes
+from revzoo.display.figures.modes import CHARACTER
+from revzoo.display.figures.plan import draw_fixed_bytes, draw_front, draw_limits, draw_peak
+from revzoo.display.style import BLUE, CREAM, INK, LIGHT_BLUE, LIGHT_GREY, LIGHT_ORANGE, MODE_COLORS, PALE
+from revzoo.format import format_bytes
+from revzoo.graph.counted_step import CallDetails, Phase, PlanDetails
+from revzoo.graph.module_plan import ModulePlan
+from revzoo.graph.table import name_parts
+from revzoo.planning.comparison import SchedulePoint
+from revzoo.runtime.mode import Mode
+
+_RIGHT, _GAP, _SIDE, _STEP = 0.3, 0.25, 3.2, 10.6  # margins, and the widths of both panels [inch]
+_NARROWEST = 0.14  # part of a module that is named [inch]
+_COLORS = {"keeps": MODE_COLORS[Mode.STORE], "again": MODE_COLORS[Mode.RECOMPUTE], "neither": LIGHT_GREY}
+_MEANINGS = {
+    "keeps": "keeps what backward needs of it",
+    "again": "drops at least a part of that, and runs again in backward",
+    "neither": "backward needs nothing that it makes",
+}
+
+
+def plot_module_plan(plan: ModulePlan, details: PlanDetails, path: str | Path) -> None:
+    """Draw the memory of a training step with a plan, what is kept, and what other budgets would take; write a PNG.
+
+    Args:
+        plan: to be drawn.
+        details: what its step does.
+        path: of the picture.
+    """
+    phases = _merge(details.phases)
+    edges = [0.0, *accumulate(phase.work for phase in phases)]
+    inch = edges[-1] / _STEP
+    parts = _find_parts(phases, details.calls, inch)
+    upright = [len(label) for label, start, end in parts if _is_upright(label, start, end, inch)]
+    width, rise, below = LEFT + _STEP + _GAP + _SIDE + _RIGHT, 3.9, 0.3 + 0.85 * CHARACTER * max(upright, default=0)
+    bottom = 0.55 + below + 0.4
+    height = bottom + rise + 1.35
+    figure = new_figure(width, height)
+    memory = figure.add_axes((LEFT / width, bottom / height, _STEP / width, rise / height))
+    cells = figure.add_axes((LEFT / width, (bottom - 0.36) / height, _STEP / width, 0.28 / height))
+    names = figure.add_axes((LEFT / width, 0.5 / height, _STEP / width, below / height))
+    draw_heading(figure, plan.setting.model, _describe(plan))
+    top = _draw_memory(memory, plan, details, phases, edges, inch)
+    _draw_cells(cells, phases, details.calls, edges, inch)
+    _draw_names(names, parts, phases, edges, inch, below)
+    beside = figure.add_axes(((LEFT + _STEP + _GAP) / width, bottom / height, _SIDE / width, rise / height))
+    _draw_other_budgets(beside, plan, details, top)
+    _draw_legend(figure, details.calls)
+    save(figure, path)
+
+
+def _describe(plan: ModulePlan) -> list[str]:
+    work = plan.describe_work() if plan.drops_something else "everything is stored"
+    return [
+        plan.setting.describe(),
+        f"peak {format_bytes(plan.peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)}: {work}",
+    ]
+
+
+def _merge(phases: Sequence[Phase]) -> list[Phase]:
+    """Return phases without those of no work, whose peaks are those of their neighbours then. The loss gets a little width."""
+    sliver = sum(phase.work for phase in phases) // 200
+    merged: list[Phase] = []
+    waiting = 0
+    for phase in phases:
+        work = sliver if phase.kind == "loss" else phase.work
+        same = merged and merged[-1].kind == phase.kind
+        if work:
+            merged.append(Phase(phase.kind, phase.call, max(phase.bytes, waiting), work))
+            waiting = 0
+        elif same:
+            last = merged.pop()
+            merged.append(Phase(last.kind, last.call, max(last.bytes, phase.bytes), last.work))
+        else:
+            waiting = max(waiting, phase.bytes)
+    return merged
+
+
+def _draw_memory(
+    axes: Axes, plan: ModulePlan, details: PlanDetails, phases: Sequence[Phase], edges: Sequence[float], inch: float
+) -> float:
+    """Draw the peak of every phase, and return the top of the axis."""
+    sizes, right = [phase.bytes for phase in phases], edges[-1]
+    highest = max(plan.no_recompute_peak_bytes, *sizes)
+    top = 1.12 * float(max(highest, plan.budget_bytes if plan.budget_bytes < 1.35 * highest else 0))
+    (loss,) = (k for k, phase in enumerate(phases) if phase.kind == "loss")
+    axes.axvspan(edges[loss + 1], right, color=CREAM, lw=0)
+    axes.stairs(sizes, edges, baseline=0, fill=True, color=LIGHT_BLUE)
+    for is_again, run in groupby(range(len(phases)), key=lambda k: phases[k].kind == "recovery"):
+        if is_again:
+            first, *_, last = [*(own := list(run)), own[-1]]
+            axes.stairs(sizes[first : last + 1], edges[first : last + 2], baseline=0, fill=True, color=LIGHT_ORANGE)
+    axes.stairs(sizes, edges, baseline=None, color=BLUE, lw=1.2)
+    draw_fixed_bytes(axes, details.fixed_bytes, right, top)
+    for x in edges[loss : loss + 2]:
+        axes.axvline(x, color=PALE, lw=0.8, ls=(0, (2, 2)))
+    titles = ((edges[loss] / 2, "forward"), ((edges[loss + 1] + right) / 2, "backward, with what runs again"))
+    for x, title in titles:
+        axes.text(x, top * 1.012, title, fontsize=9.5, color=INK, ha="center", va="bottom")
+    draw_limits(axes, plan.budget_bytes, plan.no_recompute_peak_bytes, right, top)
+    where = _name_phase(max(phases, key=lambda phase: phase.bytes), details)
+    draw_peak(axes, sizes, edges, where, top, details.fixed_bytes, inch)
+    axes.set(xlim=(0, right), ylim=(0, top))
+    axes.set_ylabel("peak memory", fontsize=9, color=INK)
+    mark_bytes(axes.yaxis, 0, top)
+    simplify_axes(axes)
+    axes.xaxis.set_visible(False)
+    return top
+
+
+def _name_phase(phase: Phase, details: PlanDetails) -> str:
+    if phase.kind == "loss":
+        return "at the loss"
+    words = {"forward": "in forward of", "recovery": "in the second run of", "backward": "in backward of"}
+    return f"{words[phase.kind]} {details.calls[phase.call].name}"
+
+
+def classify(call: CallDetails) -> str:
+    """Return what becomes of a call's results: "keeps", "again" or "neither"."""
+    if call.num_reruns:
+        return "again"
+    return "keeps" if call.kept_bytes else "neither"
+
+
+def _draw_cells(axes: Axes, phases: Sequence[Phase], calls: Sequence[CallDetails], edges: Sequence[float], inch: float) -> None:
+    """Draw what becomes of every call's results below forward, and what runs again below backward."""
+    for phase, start, end in zip(phases, edges, edges[1:], strict=False):
+        kind = "again" if phase.kind == "recovery" else classify(calls[phase.call]) if phase.kind == "forward" else None
+        if kind is not None:
+            axes.axvspan(start, end, color=_COLORS[kind], lw=0)
+    axes.set(xlim=(0, edges[-1]), ylim=(0, 1))
+    axes.axis("off")
+    axes.text(-0.1 * inch, 0.5, "results", fontsize=9, color=INK, ha="right", va="center")
+
+
+def _find_parts(phases: Sequence[Phase], calls: Sequence[CallDetails], inch: float) -> list[tuple[str, float, float]]:
+    """Return names of the module's parts below forward, with their left and right ends; the finest that fit."""
+    forward = [phase for phase in phases if phase.kind == "forward"]
+    room = sum(phase.work for phase in forward) / inch
+    labels = name_parts([calls[phase.call].path for phase in forward], int(room / _NARROWEST))
+    parts: list[tuple[str, float, float]] = []
+    at = 0.0
+    for label, run in groupby(zip(labels, forward, strict=True), key=lambda each: each[0]):
+        end = at + sum(phase.work for _, phase in run)
+        parts.append((label, at, end))
+        at = end
+    return [part for part in parts if part[2] - part[1] >= _NARROWEST * inch]
+
+
+def _is_upright(label: str, start: float, end: float, inch: float) -> bool:
+    return CHARACTER * len(label) > (end - start) / inch
+
+
+def _draw_names(
+    axes: Axes,
+    parts: Sequence[tuple[str, float, float]],
+    phases: Sequence[Phase],
+    edges: Sequence[float],
+    inch: float,
+    below: float,
+) -> None:
+    """Name the parts of the module below forward, each with a bracket."""
+    axes.set(xlim=(0, edges[-1]), ylim=(0, below))
+    axes.axis("off")
+    style: dict[str, Any] = {"fontsize": 8, "color": INK, "ha": "center", "va": "top", "parse_math": False}
+    for label, start, end in parts:
+        pad = min(0.02 * inch, (end - start) / 4)
+        axes.plot([start + pad, end - pad], [below - 0.05] * 2, color=PALE, lw=1.1, solid_capstyle="butt")
+        axes.text((start + end) / 2, below - 0.12, label, rotation=90 if _is_upright(label, start, end, inch) else 0, **style)
+    (loss,) = (k for k, phase in enumerate(phases) if phase.kind == "loss")
+    start = edges[loss + 1]
+    axes.annotate("", (edges[-1], below - 0.08), (start, below - 0.08), arrowprops={"arrowstyle": "<-", "color": PALE, "lw": 1})
+    axes.text((start + edges[-1]) / 2, below - 0.16, "the same parts, last one first", **style)
+
+
+def _draw_other_budgets(axes: Axes, plan: ModulePlan, details: PlanDetails, top: float) -> None:
+    """Draw peak against work of the plan, of other budgets, and of storing everything."""
+    stored_seconds = plan.stored_seconds
+
+    def summarize(peak: int, flops: int, seconds: float | None) -> SchedulePoint:
+        total = None if seconds is None or stored_seconds is None else stored_seconds + seconds
+        return {"peak_bytes": peak, "extra_flops": flops, "seconds": total}
+
+    planned: SchedulePoint = {"peak_bytes": plan.peak_bytes, "extra_flops": plan.extra_flops, "seconds": plan.seconds}
+    stored = summarize(plan.no_recompute_peak_bytes, 0, None if stored_seconds is None else 0.0)
+    front = [summarize(point.peak_bytes, point.extra_flops, point.extra_seconds) for point in details.front]
+    draw_front(axes, planned, plan.budget_bytes, front, {"all stored": stored}, top, plan.total_flops)
+
+
+def _draw_legend(figure: Figure, calls: Sequence[CallDetails]) -> None:
+    """Explain the colours at the bottom of the figure."""
+    width, height = figure.get_size_inches()
+    used = [kind for kind in _COLORS if any(classify(call) == kind for call in calls)]
+    patches = [Patch(color=_COLORS[kind]) for kind in used]
+    style: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "borderaxespad": 0, "borderpad": 0, "handlelength": 1.2}
+    labels = [_MEANINGS[kind] for kind in used]
+    figure.legend(patches, labels, loc="lower left", bbox_to_anchor=(LEFT / width, 0.13 / height), ncols=len(used), **style)

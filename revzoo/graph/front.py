@@ -1,0 +1,147 @@
+"""The cheapest sequence of spans for every budget.
+
+What a span needs depends on the spans before it only by what these keep, so the cheapest sequence is found by dynamic
+programming from the last border to the first (`timeline.py` tells how), once for each set of what is made again across spans.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.fx import Node
+
+from revzoo.graph.nesting import add_nests
+from revzoo.graph.pareto import list_best, thin
+from revzoo.graph.remaking import list_remade
+from revzoo.graph.span_choices import Choices, Option
+from revzoo.graph.spans import Nest, Spans
+from revzoo.graph.step_record import Record
+
+_POINTS = 4000  # of a front
+
+
+def find_front(record: Record, count_flops_only: bool = False, nanoseconds: Sequence[int] | None = None) -> "Front":
+    """Return the front of all plans of a recorded graph. Arguments are those of `Choices`."""
+    choices = [Choices(record, count_flops_only, nanoseconds)]
+    choices += [Choices(record, count_flops_only, nanoseconds, remade) for remade in list_remade(choices[0])]
+    for each in choices:
+        add_nests(each)
+    return Front(choices)
+
+
+class Front:
+    """The cheapest sequence of spans for every budget.
+
+    Args:
+        choices: the spans, for one or more sets of what is made again across spans. All are of the same record.
+    """
+
+    def __init__(self, choices: Sequence[Choices]):
+        self._record = choices[0].record
+        self._sequences = [_Sequences(each) for each in choices]
+        fronts = [each.fronts[0][:2] for each in self._sequences]
+        columns = [
+            np.stack([need, work, np.full_like(need, number), np.arange(need.size)])
+            for number, (need, work) in enumerate(fronts)
+        ]
+        self._points = list_best(np.concatenate(columns, axis=1))
+        self.lost_work = max(each.lost_work for each in self._sequences)
+        """How much less work there may be than a front tells, because it had too many points to keep them all."""
+
+    def list_points(self) -> list[tuple[int, int]]:
+        """Return pairs of peak bytes and work, by rising peak."""
+        fixed = self._record.fixed_bytes
+        return [(int(need) + fixed, int(cost)) for need, cost in self._points[:2].T]
+
+    def choose(self, budget: int) -> list[Option] | None:
+        """Return the spans with the least work whose peak is within the budget; None if there are none."""
+        column = int(np.searchsorted(self._points[0], budget - self._record.fixed_bytes, "right")) - 1
+        if column < 0:
+            return None
+        _, _, number, place = (int(each) for each in self._points[:, column])
+        return self._sequences[number].list_options(place)
+
+    def choose_least(self, most_flops: int) -> list[Option]:
+        """Return the spans with the smallest peak among those that run at most so many FLOPs again."""
+        for peak, _ in self.list_points():
+            chosen = self.choose(peak)
+            if chosen is not None and sum(option.flops for option in chosen) <= most_flops:
+                return chosen
+        raise AssertionError("the last point runs nothing again")
+
+    def find_bottleneck(self) -> Option | None:
+        """Return the span that sets the smallest peak; None if the loss does."""
+        chosen = self.choose(self.list_points()[0][0])
+        assert chosen is not None, "the first point has spans"
+        before = list(accumulate((option.kept_bytes for option in chosen), initial=0))
+        needs = [kept + option.need_bytes for kept, option in zip(before, chosen, strict=False)]
+        return None if before[-1] + self._record.loss_bytes > max(needs) else chosen[needs.index(max(needs))]
+
+    def name_bottleneck(self) -> str:
+        """Return where the smallest peak is, in the user's words."""
+        option = self.find_bottleneck()
+        if option is None:
+            return "at the loss"
+        first, last = (self._record.atoms[at].name for at in (option.start, option.end - 1))
+        return f"in {first}" if option.end == option.start + 1 else f"in the span from {first} to {last}"
+
+    def make_spans(self, chosen: Sequence[Option]) -> Spans:
+        """Return chosen spans as they are run."""
+        storages = self._record.storages
+        kept = [storages[k] for option in chosen for k in option.kept]
+        makers = self._record.fixed_results | {storage.maker for storage in kept if storage.maker is not None}
+        ends: list[int] = []
+        nests = []
+        for option in chosen:
+            spans = [option] if option.inside is None else option.inside.list_spans()
+            if option.inside is not None:
+                results = {storages[k].maker for span in spans for k in span.kept} - makers - {None}
+                nests.append(Nest(len(ends), len(ends) + len(spans), frozenset(cast(set[Node], results))))
+            ends += [span.end for span in spans]
+        return Spans(
+            atoms=self._record.atoms,
+            ends=ends,
+            kept=makers,
+            kept_inside=frozenset(storage.born for storage in kept if storage.maker is None and not storage.is_small),
+            nests=nests,
+        )
+
+
+class _Sequences:
+    """The cheapest sequences of the spans of one set.
+
+    Attributes:
+        fronts: of sequences from every border to the end: rows of bytes, work, number of the first option and column behind it.
+        lost_work: as of a `Front`.
+    """
+
+    def __init__(self, choices: Choices):
+        self._choices = choices
+        borders = choices.borders
+        place = {at: i for i, at in enumerate(borders)}
+        end = np.array([[choices.record.loss_bytes], [0], [0], [0]], np.int64)
+        fronts: list[NDArray[np.int64]] = [end]
+        self.lost_work = 0
+        for options in reversed(choices.options):
+            columns = []
+            for number, option in enumerate(options):
+                rest = fronts[len(borders) - 1 - place[option.end]]
+                cost = choices.price(option.flops, option.made)
+                need = np.maximum(option.need_bytes, option.kept_bytes + rest[0])
+                columns.append(np.stack([need, rest[1] + cost, np.full_like(need, number), np.arange(need.size)]))
+            front, lost = thin(list_best(np.concatenate(columns, axis=1)), _POINTS)
+            fronts.append(front)
+            self.lost_work += lost
+        self.fronts = fronts[::-1]
+
+    def list_options(self, column: int) -> list[Option]:
+        """Return the options of a sequence from the first border on."""
+        chosen, border = [], 0
+        while border < len(self._choices.options):
+            _, _, number, following = self.fronts[border][:, column]
+            option = self._choices.options[border][number]
+            chosen.append(option)
+            border, column = self._choices.borders.index(option.end), int(following)
+        return chosen

@@ -1,0 +1,91 @@
+"""Modules that are not the zoo's and a batch for each, by the names that a command line has for them."""
+
+import os
+import textwrap
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from revzoo.errors import InputError, UnknownNameError, did_you_mean, explain_missing, join_names
+from revzoo.plugin import describe_failure, import_from_here
+
+_LONGEST_TEXT, _SIDE = 512, 224  # tokens; pixels of an image whose size a configuration does not say
+
+
+def create_named_module(name: str, size: int | None) -> tuple[nn.Module, Any]:
+    """Return a module with random weights, and a random batch for it.
+
+    Args:
+        name: "timm:NAME"; a folder with the config.json of a Transformers model; or "package.module:function", a function of
+            yours that returns a module and a batch. It is looked for from the present folder, too.
+        size: examples in the batch; None is 32 images or 8 texts. A function of yours makes its own batch.
+    Raises:
+        UnknownNameError: timm has no model of that name.
+        InputError: there is no such function, or it does not return a module and a batch; or Transformers makes no network for
+            images or texts of the folder.
+        RevzooError: Transformers is not installed.
+    """
+    if name.startswith("timm:"):
+        return _create_timm(name.removeprefix("timm:"), size or 32)
+    if os.path.isdir(name):
+        return _create_transformers(Path(name), size or 8)
+    return _call_function(name, size)
+
+
+def _create_timm(name: str, size: int) -> tuple[nn.Module, Any]:
+    import timm
+
+    if name not in timm.list_models():
+        raise UnknownNameError("timm model", name, timm.list_models())
+    model = timm.create_model(name)
+    input_size: tuple[int, ...] = cast(Any, model).pretrained_cfg["input_size"]
+    return model, torch.randn(size, *input_size)
+
+
+def _create_transformers(folder: Path, size: int) -> tuple[nn.Module, Any]:
+    with explain_missing("transformers", "Folders with a config.json"):
+        import transformers
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        architecture = getattr(transformers, (config.architectures or [""])[0], None)
+        model = transformers.AutoModel.from_config(config) if architecture is None else architecture(config)
+    except Exception as error:  # Transformers raises anything for a configuration that it does not know, or that is damaged
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
+        raise InputError(f"Transformers makes no network of {folder / 'config.json'} ({reason}). Correct it there.") from error
+    model.train()
+    if model.main_input_name == "pixel_values":
+        sides = getattr(config, "image_size", _SIDE)
+        height, width = (sides, sides) if isinstance(sides, int) else sides
+        return model, {"pixel_values": torch.randn(size, getattr(config, "num_channels", 3), height, width)}
+    if model.main_input_name != "input_ids" or not hasattr(config, "vocab_size"):
+        raise InputError(
+            f"Batches are made for networks of images or texts. Received: {folder}, a {type(model).__name__}. Name a "
+            "function of yours that returns module and batch: package.module:function."
+        )
+    length = min(_LONGEST_TEXT, getattr(config, "max_position_embeddings", _LONGEST_TEXT))
+    names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
+    return model, {name: torch.randint(config.vocab_size, (size, length)) for name in names}
+
+
+def _call_function(name: str, size: int | None) -> tuple[nn.Module, Any]:
+    module_name, function_name = name.rsplit(":", 1)
+    if size is not None:
+        raise InputError(f"{name} makes its own batch. Received: --batch {size}. Leave it out.")
+    module = import_from_here(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise InputError(
+            f"{module_name} has no function {function_name!r}.{did_you_mean(function_name, own)} It has: {join_names(own)}."
+        )
+    try:
+        made = function()
+    except Exception as error:  # of a function of the user's
+        raise InputError(
+            f"{name} cannot be called ({describe_failure(error)}). It takes no arguments, and returns a module and a batch."
+        ) from error
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise InputError(f"{name} has to return a module and a batch. Received: {type(made).__name__}.")
+    return made

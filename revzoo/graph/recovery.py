@@ -1,0 +1,344 @@
+"""The recovery of the spans of one call of a captured graph, when backward asks for what they have dropped.
+
+Autograd's graph holds a `Slot` in place of every tensor that it saves. One that was kept has it; another asks its span's
+record, and the first that does so runs the atoms again that are needed, from what was kept, and refills all slots of the span.
+
+References point one way: autograd's graph holds slots, a slot its span's record, and that the kept tensors which the recovery
+starts from. So everything is freed with autograd's graph, a span's tensors with the last of its slots.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from threading import RLock
+from typing import Any, Protocol, cast
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from revzoo.errors import RecoveryError
+from revzoo.graph.atoms import Atom
+from revzoo.graph.spans import Recipe
+from revzoo.runtime.compiling import exclude_from_compilation
+from revzoo.runtime.fingerprint import Fingerprint
+from revzoo.runtime.nested import map_tensors
+from revzoo.runtime.random_state import RandomState
+from revzoo.runtime.refill_hooks import detach
+from revzoo.runtime.round import Round
+from revzoo.runtime.settings import Settings
+from revzoo.runtime.tripwire import Watch, judge_arrived, send_comparisons
+
+Calls = Sequence[tuple[Node, Callable[[Mapping[Node, Any]], Any]]]
+Geometry = tuple[Sequence[int], Sequence[int], int | torch.SymInt]  # size, strides, offset in the storage
+_LARGEST_DIFFERENCE = 1e-2
+
+
+class Observer(Protocol):
+    """Hears what atoms do, for those who count it: begin and end, saved tensors that backward asks for, second runs."""
+
+    def begin(self, atom: int) -> None: ...
+
+    def end(self, atom: int, saved: Sequence["Slot"], made: Mapping[Node, Any]) -> None: ...
+
+    def unpack(self, atom: int, slot: "Slot") -> None: ...
+
+    def recover(self, atom: int) -> None: ...
+
+
+class Kept:
+    """A tensor kept for backward, detached so that it holds no graph, with a check that nobody changes it in place."""
+
+    __slots__ = ("__weakref__", "_tensor", "_version", "requires_grad")
+
+    def __init__(self, tensor: Tensor):
+        self._tensor = detach(tensor)
+        self._version = tensor._version
+        self.requires_grad = tensor.requires_grad
+
+    def get(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RecoveryError(
+                f"A tensor {tuple(self._tensor.shape)} that backward needs was modified in place after forward: an input or "
+                "output of the planned module, or a parameter (optimizer.step before backward). Replace the in-place operation "
+                "(x += y, relu_) by x = x + y, or call revzoo.release(module)."
+            )
+        return self._tensor
+
+
+class Slot:
+    """What autograd's graph holds in place of a saved tensor.
+
+    Attributes:
+        atom: number of the atom in which it was saved.
+        source: the node whose result it is, or lies in; None for an input of the graph, or what the atom saves besides.
+        is_small: whether it is so much smaller than what the atom reads and makes that it is kept, unless the atom runs again.
+        tensor: until the atom has ended.
+    """
+
+    __slots__ = ("__weakref__", "atom", "geometry", "holder", "is_small", "kept", "place", "record", "source", "tensor")
+
+    def __init__(self, tensor: Tensor, record: "SpanRecord", atom: int, place: int):
+        self.tensor: Tensor | None = tensor
+        self.record: SpanRecord | None = record
+        self.atom = atom
+        self.place = place  # among what is saved in the atom
+        self.source: Node | None = None
+        self.is_small = False
+        self.geometry: Geometry | None = None  # in the result of the source
+        self.kept: Kept | None = None
+        self.holder: Any = None  # of the result of the source, from which recoveries may start
+
+    def keep(self, holder: Any = None) -> None:
+        assert self.tensor is not None
+        self.kept, self.tensor, self.record, self.holder = Kept(self.tensor), None, None, holder
+
+    def drop(self, record: "SpanRecord") -> None:
+        """Leave what was kept to the recovery of a span."""
+        self.kept, self.record = None, record
+
+
+class SpanRecord:
+    """What one call remembers of one span, or of a nest of spans."""
+
+    def __init__(self, number: int, lock: RLock, shared: "Shared"):
+        self.number = number
+        self.lock = lock
+        self.starts: dict[Node, Kept | Any] = {}
+        self.held_by_slots: set[Node] = set()
+        self.slots: list[tuple[int, int, Node | None, Any]] = []  # atom, place, source, geometry of every dropped slot
+        self.refilled: dict[tuple[int, int], tuple[Tensor, int]] = {}
+        self.fingerprint: tuple[tuple[int, int], Fingerprint] | None = None
+        self.latest: Slot | None = None
+        self.shared = shared
+        self.nest: SpanRecord | None = None  # in which the span lies
+        self.handed: dict[Node, Any] | None = None  # by the nest's recovery, until that of the span
+        self.handed_slots: list[tuple[int, int, Node | None, Any]] = []  # those that the nest's recovery refills
+        self.inside: list[ref[SpanRecord]] = []  # spans of a nest. They hold the nest's record
+
+    def hand_on(self, env: Mapping[Node, Any]) -> None:
+        """Give the spans of a nest what they start from, and refill their slots that its recovery can refill."""
+        for each in self.inside:
+            if (record := each()) is not None:
+                starts = self.shared.recipes[record.number].starts
+                record.handed = {node: map_tensors(Kept, env[node]) for node in starts if node in env}
+                for i, place, source, geometry in record.handed_slots:
+                    record.refilled[i, place] = _take_view(env[cast(Node, source)], geometry)
+
+
+@dataclass
+class Shared:
+    """What the recoveries of all spans of one call share.
+
+    Args:
+        atoms: of the graph.
+        calls: what runs the calls of every atom.
+        recipes: by span.
+        round: counts that this call's second runs are compared; None if they are not.
+        observer: hears what atoms do.
+        first: the number by which it knows the first atom.
+        random: by atom that draws.
+        grad_modes, settings: of every atom.
+        statistics: running ones, whose values no result depends on.
+    """
+
+    atoms: Sequence[Atom]
+    calls: Sequence[Calls]
+    recipes: Mapping[int, Recipe]
+    round: Round | None
+    observer: Observer | None
+    first: int
+    random: dict[int, RandomState] = field(default_factory=dict)
+    grad_modes: list[bool] = field(default_factory=list)
+    settings: list[Settings] = field(default_factory=list)
+    statistics: dict[Node, Tensor] = field(default_factory=dict)
+
+
+def unpack_and_tell(slot: Slot, observer: Observer, first: int) -> Tensor:
+    """Do as `unpack`; the observer hears when a call asks for a tensor, and when it goes on after a recovery."""
+    observer.unpack(first + slot.atom, slot)
+    tensor = unpack(slot)
+    observer.unpack(first + slot.atom, slot)
+    return tensor
+
+
+def unpack(slot: Slot) -> Tensor:
+    """Return the tensor that was saved, recovering the span if it was dropped.
+
+    Raises:
+        RecoveryError: it was changed in place, or the atom saves other tensors when it runs again.
+    """
+    if slot.kept is not None:
+        return slot.kept.get()
+    record = slot.record
+    assert record is not None
+    key = (slot.atom, slot.place)
+    for _ in range(2):
+        tensor, version = record.refilled.pop(key, (None, 0))
+        if tensor is not None:
+            if tensor._version != version:
+                raise RecoveryError(
+                    f"An operation changed a tensor {tuple(tensor.shape)} in place that its gradient needs. Call "
+                    "revzoo.release(module)."
+                )
+            return tensor
+        _recover(record, key)
+    name = record.shared.atoms[slot.atom].name
+    raise RecoveryError(f"{name} saved other tensors in this call than in the first. Call revzoo.release(module).")
+
+
+@exclude_from_compilation
+def _recover(record: SpanRecord, key: tuple[int, int] | None = None) -> None:
+    """Refill the slots of a span; if it lies in a nest, those that the nest's recovery refills apart from the others."""
+    with record.lock:
+        if key is not None and key in record.refilled:
+            return  # by another thread, since this one looked
+        if record.nest is not None:
+            is_handed = any(key == slot[:2] for slot in record.handed_slots)
+            if is_handed or record.handed is None:
+                _recover(record.nest)
+            if is_handed:
+                return
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                _Recovery(record).run()
+        else:
+            _Recovery(record).run()
+    send_comparisons()
+
+
+class _Recovery:
+    """The second run of one span."""
+
+    def __init__(self, record: SpanRecord):
+        judge_arrived()
+        self._record = record
+        self._shared = record.shared
+        self._recipe = record.shared.recipes[record.number]
+        self._env: dict[Node, Any] = {node: _restore(kept) for node, kept in record.starts.items()}
+        self._env |= {node: _restore(kept) for node, kept in (record.handed or {}).items()}
+        record.handed = None
+        # From here on, autograd's graph alone decides how long these live; a retained graph has them for another recovery.
+        for node in record.held_by_slots:
+            if isinstance(kept := record.starts[node], Kept):
+                record.starts[node] = ref(kept)
+        self._atom = self._place = 0  # of what autograd saves next
+        self._wanted: set[tuple[int, int]] = {(i, place) for i, place, source, _ in record.slots if source is None}
+        self._sources: dict[Node, list[tuple[tuple[int, int], Any]]] = {}
+        for i, place, source, geometry in record.slots:
+            if source is not None:
+                self._sources.setdefault(source, []).append(((i, place), geometry))
+
+    def run(self) -> None:
+        for node in list(self._env):
+            self._refill_from(node)
+        shared = self._shared
+        under = groupby(
+            enumerate(self._recipe.atoms), key=lambda each: (id(shared.settings[each[1]]), shared.grad_modes[each[1]])
+        )
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _refuse):
+            for (_, grad_mode), atoms in under:
+                first = list(atoms)
+                settings = shared.settings[first[0][1]]
+                entered = settings.enter()
+                try:
+                    self._run_atoms(first, grad_mode)
+                finally:
+                    settings.leave(entered)
+        self._record.hand_on(self._env)
+        self._env.clear()
+        self._compare()
+
+    def _run_atoms(self, atoms: Sequence[tuple[int, int]], grad_mode: bool) -> None:
+        """Run atoms, given with their places in the recipe."""
+        with torch.set_grad_enabled(grad_mode):
+            for k, i in atoms:
+                random = self._shared.random.get(i)
+                states = None if random is None else random.rewind()
+                try:
+                    self._run_atom(i)
+                finally:
+                    if random is not None and states is not None:
+                        random.restore(states)
+                for node in self._recipe.dead_after[k]:
+                    self._env.pop(node, None)
+
+    def _run_atom(self, i: int) -> None:
+        atom, env = self._shared.atoms[i], self._env
+        self._atom, self._place = i, 0
+        if self._shared.observer is not None:
+            self._shared.observer.recover(self._shared.first + i)
+        local = {node: env[node] for node in atom.reads}
+        for node in atom.statistics:
+            local[node] = self._shared.statistics[node].clone()  # they move once, in forward
+        for node, call in self._shared.calls[i]:
+            local[node] = call(local)
+        for node in atom.makes:
+            env[node] = map_tensors(_cut, local[node])
+        del local
+        for node in atom.makes:
+            if node in self._sources:
+                self._refill_from(node)
+
+    def _pack(self, tensor: Tensor) -> None:
+        key = self._atom, self._place
+        self._place += 1
+        if key in self._wanted:
+            self._record.refilled[key] = detach(tensor), tensor._version
+
+    def _refill_from(self, node: Node) -> None:
+        for key, geometry in self._sources.pop(node, ()):
+            self._record.refilled[key] = _take_view(self._env[node], geometry)
+
+    def _compare(self) -> None:
+        """Compare the tensor that was saved last with that of the first run."""
+        if self._record.fingerprint is None:
+            return
+        key, expected = self._record.fingerprint
+        tensor, _ = self._record.refilled.get(key, (None, 0))
+        if tensor is not None:
+            name = self._shared.atoms[key[0]].name
+            Watch().compare(name, expected, tensor, _LARGEST_DIFFERENCE, of_state=False)
+            if self._shared.round is not None:
+                self._shared.round.note_compared()
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    """Return a result as a leaf, so that the graph of the atom that has made it is freed."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def read_geometry(tensor: Tensor) -> Geometry:
+    """Return where a tensor lies in its storage."""
+    return tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+def _take_view(value: Tensor, geometry: tuple[Sequence[int], Sequence[int], int]) -> tuple[Tensor, int]:
+    """Return what a slot had saved of a result, and its version."""
+    tensor = detach(value)
+    if read_geometry(tensor) != geometry:
+        with torch.no_grad():
+            tensor = tensor.as_strided(*geometry)
+    return tensor, tensor._version
+
+
+def _restore(kept: Any) -> Any:
+    """Return a kept value as the first run saw it."""
+
+    def restore(each: Any) -> Any:
+        if isinstance(each, ref):
+            each = each()
+            assert each is not None, "a slot holds it"
+        if not isinstance(each, Kept):
+            return each
+        tensor = each.get()
+        return tensor.detach().requires_grad_(each.requires_grad) if each.requires_grad else tensor
+
+    if isinstance(kept, list | tuple):
+        return type(kept)(map(restore, kept))
+    return restore(kept)
+
+
+def _refuse(_: None) -> Tensor:
+    raise RecoveryError("The planned module differentiates inside its own forward. Call revzoo.release(module).")

@@ -1,0 +1,129 @@
+"""Modules, batches and losses that cannot be planned: what is said about them, and what to type instead."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import TorchRuntimeError
+from torch.fx import GraphModule
+
+from revzoo.analysis.dry_run import linear_loss
+from revzoo.analysis.fake_tensors import silence_failures
+from revzoo.errors import InputError, join_names
+from revzoo.format import format_dtype
+from revzoo.in_place.chain import get_step
+from revzoo.runtime.nested import tensors_in
+from revzoo.runtime.replaced_call import is_replaced
+
+_REASON = re.compile(r"got \w+\(['\"](.*)['\"]\)")  # of a failure, in the compiler's words
+
+
+def require_uncompiled(module: nn.Module) -> None:
+    """Raise InputError if the module or a part of it is compiled, runs with a plan, or has blocks that were made reversible."""
+    if step := next(filter(None, map(get_step, module.modules())), None):
+        raise InputError(
+            f"The blocks of {step.chain.path} were made reversible by reversible_: what is planned are their modes, with "
+            "revzoo.plan(module, batch, budget). For a plan of its graph make it ordinary again: revzoo.ordinary_(module)."
+        )
+    planned, compiled = list[str](), list[str]()
+    for name, each in module.named_modules():
+        if is_replaced(each):
+            planned.append(f"module.{name}" if name else "module")
+        elif each._compiled_call_impl is not None or isinstance(each, OptimizedModule):
+            compiled.append(name or "the module")
+    if planned:
+        calls = join_names([f"revzoo.release({each})" for each in planned], most=3)
+        raise InputError(f"{join_names(planned, most=3)} has a plan already. Call {calls} first.")
+    if compiled:
+        raise InputError(
+            f"What compiled code keeps cannot be counted. Received: compiled {join_names(compiled, most=3)}. Plan before "
+            "compiling."
+        )
+
+
+def require_arguments(module: nn.Module, batch: Any) -> None:
+    """Raise InputError if forward does not take as many arguments, or of these names."""
+    if module._forward_pre_hooks:  # they may give it others
+        return
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return
+    try:
+        if isinstance(batch, Mapping):
+            signature.bind(**batch)
+        else:
+            signature.bind(*(batch if isinstance(batch, tuple | list) else (batch,)))
+    except TypeError as error:
+        raise InputError(
+            f"The forward of {type(module).__name__} cannot be called with this batch: {error}. A batch is a tensor, a tuple "
+            "or list of positional arguments, or a mapping of keyword arguments."
+        ) from error
+
+
+@contextmanager
+def explain_failures(module: nn.Module, batch: Any) -> Iterator[None]:
+    """Raise InputError in place of the error by which PyTorch stops while it captures an operation that does not fit."""
+    try:
+        with silence_failures():
+            yield
+    except TorchRuntimeError as error:
+        reason = _REASON.search(str(error))
+        words = (reason[1] if reason else str(error).splitlines()[0]).rstrip(".")
+        given = ", ".join(f"{list(t.shape)} {format_dtype(t.dtype)}" for t in tensors_in(batch))
+        raise InputError(
+            f"The forward of {type(module).__name__} fails with this batch ({given}): {words}. Give one that module(batch) "
+            "takes."
+        ) from error
+
+
+def require_no_transforms(module: nn.Module, graph: GraphModule) -> None:
+    """Raise InputError if a captured graph uses torch.func: what it makes has no memory to follow.
+
+    Raised before the graph runs, since one that stops on its way leaves PyTorch inside the transform.
+    """
+    names = (getattr(node.target, "__name__", "") for each in _list_graphs(graph) for node in each.graph.nodes)
+    if any(name.endswith("_increment_nesting") for name in names):
+        raise InputError(
+            f"The forward of {type(module).__name__} uses vmap, grad or another transform of torch.func, which cannot be "
+            "planned. Plan a submodule that uses none."
+        )
+
+
+def _list_graphs(graph: GraphModule) -> list[GraphModule]:
+    return [each for each in graph.modules() if isinstance(each, GraphModule)]
+
+
+def require_results(module: nn.Module, outputs: Any) -> None:
+    """Raise InputError if nothing that the module returns has a gradient."""
+    tensors = list(tensors_in(outputs))
+    if not tensors:
+        raise InputError(
+            f"The forward of {type(module).__name__} returns no tensor, so there is no backward to plan. Received: "
+            f"{type(outputs).__name__}. Return what the loss is computed from."
+        )
+    if not any(t.requires_grad for t in tensors):
+        raise InputError(
+            f"Nothing that the forward of {type(module).__name__} returns depends on a parameter that requires a gradient. "
+            "Look for .detach(), .item() and torch.no_grad() in it."
+        )
+
+
+def compute_loss(loss: Callable[[Any], Any] | None, outputs: Any) -> Tensor:
+    """Return the loss of what a module returns; without a function, a sum that keeps nothing for backward.
+
+    Raises:
+        InputError: it is not one number with a gradient.
+    """
+    if loss is None:
+        return linear_loss(outputs)
+    total = loss(outputs)
+    if not (isinstance(total, Tensor) and total.numel() == 1 and total.requires_grad):
+        shape = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        without = " without a gradient" if isinstance(total, Tensor) and not total.requires_grad else ""
+        raise InputError(f"loss= returns one number with a gradient. Received: {shape}{without}. Return a mean or a sum.")
+    return total

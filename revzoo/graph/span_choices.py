@@ -1,0 +1,342 @@
+"""Which tensors of a recorded graph to keep and which spans to recover together: the least work within a budget.
+
+A span is a run of atoms between two borders. Long spans begin and end behind products (matrix products, convolutions) and sums;
+between two such places lies a leaf. Short ones may begin and end behind any atom, which counts where the largest tensors are.
+What crosses a border is kept, unless the spans behind it make it again (`remaking.py`). Of what a span makes besides, a subset
+may be kept; the rest is recovered when backward first asks for some of it, by running those atoms again that are needed.
+`front.py` finds the cheapest sequence of spans.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+
+from revzoo.graph.step_record import Record, find_first
+
+_LONGEST = 24  # leaves in a span
+_LONGEST_INSIDE = 6  # leaves that a span overlaps, where it begins or ends inside one
+_SUBSETS = 8  # of what a span may keep
+FLOPS_PER_BYTE = 16  # as for the zoo's plans: what a device computes while it moves a byte
+
+
+@dataclass(frozen=True)
+class Option:
+    """One span, and what it keeps.
+
+    Args:
+        start, end: its atoms.
+        kept: numbers of the storages it keeps, among them all that cross its end and are not remade.
+        kept_bytes: their size.
+        need_bytes: the larger peak of its forward and its backward, above what the spans before it keep.
+        flops: of what runs again.
+        made: what that allocates [bytes], or how long it takes where calls were timed [ns].
+        inside: where to find the spans of a nest; None for a span.
+    """
+
+    start: int
+    end: int
+    kept: tuple[int, ...]
+    kept_bytes: int
+    need_bytes: int
+    flops: int
+    made: int
+    inside: "Inside | None" = None
+
+
+class Inside(Protocol):
+    """The spans of a nest."""
+
+    def list_spans(self) -> list[Option]:
+        """Return them in order. What they keep is handed to them, unless the nest keeps it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Remade:
+    """What is not kept though spans behind its own need it: each of them makes it again for itself.
+
+    Args:
+        recipes: by number of the storage: the atoms that make it.
+        roots: what these atoms start from. Every plan keeps it.
+    """
+
+    recipes: Mapping[int, tuple[int, ...]]
+    roots: frozenset[int]
+
+
+NOTHING = Remade({}, frozenset())
+
+
+class Choices:
+    """All spans of a recorded graph that are considered.
+
+    Args:
+        record: of the graph.
+        count_flops_only: whether norms and activations are free, as in published figures.
+        nanoseconds: of every atom's forward, where they were measured. Then time is the price.
+        remade: what crosses spans and is made again.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        count_flops_only: bool = False,
+        nanoseconds: Sequence[int] | None = None,
+        remade: Remade = NOTHING,
+    ):
+        self.record, self.remade = record, remade
+        self._prices = (1, 0 if count_flops_only else FLOPS_PER_BYTE) if nanoseconds is None else (0, 1)
+        atoms, count = record.atoms, len(record.atoms)
+        of_node = {node: k for k, storage in enumerate(record.storages) for node in storage.nodes}
+        self.sizes = [s.bytes for s in record.storages]
+        self.array = np.array(self.sizes, np.int64)
+        self.born: list[list[int]] = [[] for _ in range(count)]
+        self.dead: list[list[int]] = [[] for _ in range(count)]
+        for k, storage in enumerate(record.storages):
+            self.born[storage.born].append(k)
+            if storage.maker is not None and storage.last_use < count:
+                self.dead[storage.last_use].append(k)
+        self.reads = [sorted({of_node[each] for each in atom.reads if each in of_node}) for atom in atoms]
+        self._readers = {k: [i for i, reads in enumerate(self.reads) if k in reads] for k in remade.recipes}
+        self.made = nanoseconds or [sum(self.sizes[k] for k in born) for born in self.born]
+        self.gradient = np.array(record.gradient_bytes, np.int64)
+        later = (at if at >= 0 else len(self.gradient) for at in record.first_unpack)
+        self.following = [len(self.gradient), *accumulate(later, min)]  # by atom: when backward first asks for one before it
+        fixed = {k for i, atom in enumerate(atoms) if not atom.is_repeatable for k in (*self.born[i], *self.reads[i])}
+        self.always = {k for k, s in enumerate(record.storages) if s.is_small} | fixed | remade.roots
+        self.leaves = self._list_leaves()
+        self.borders = [0, *(i + 1 for i in range(count - 1) if self.born[i] or i + 1 in self.leaves), count]
+        self.options: list[list[Option]] = [list(self._list_options(i)) for i in range(len(self.borders) - 1)]
+
+    def _list_leaves(self) -> list[int]:
+        """Return the borders of leaves."""
+        record = self.record
+        inside = [i + 1 for i in range(len(record.atoms) - 1) if record.flops[i] or (len(self.reads[i]) > 1 and self.born[i])]
+        return sorted({0, *inside, *record.walls, len(record.atoms)})
+
+    def _list_options(self, border: int) -> Iterator[Option]:
+        start, leaves = self.borders[border], self.leaves
+        first = bisect_right(leaves, start)
+        for end in self.borders[border + 1 :]:
+            overlapped = bisect_left(leaves, end) - first + 1
+            if overlapped > _LONGEST:
+                break
+            if overlapped <= _LONGEST_INSIDE or (leaves[first - 1] == start and leaves[first - 1 + overlapped] == end):
+                yield from Span(self, start, end).list_options()
+            if end in self.record.walls:
+                break
+
+    def remakes_across(self, start: int, end: int) -> bool:
+        """Return whether some atoms read what is made again for them, or make what is made again for others."""
+        storages = self.record.storages
+        return any(
+            start <= storages[k].born < end <= storages[k].last_use
+            or (storages[k].born < start and any(start <= i < end for i in readers))
+            for k, readers in self._readers.items()
+        )
+
+    def price(self, flops: int, made: int) -> int:
+        """Return the work of FLOPs and moved bytes together [FLOPs], or the nanoseconds."""
+        return self._prices[0] * flops + self._prices[1] * made
+
+
+class Span:
+    """One span, before it is chosen what it keeps.
+
+    Args:
+        choices: of which it is one.
+        start, end: its atoms.
+        is_nested: whether it lies in a nest, which hands it what earlier spans have made.
+    """
+
+    def __init__(self, choices: Choices, start: int, end: int, is_nested: bool = False):
+        self._choices, self._start, self._end = choices, start, end
+        storages = choices.record.storages
+        self._recipes: Mapping[int, Sequence[int]] = {} if is_nested else choices.remade.recipes
+        self.own = [k for i in range(start, end) for k in choices.born[i]]
+        self.forced = frozenset(
+            k for k in self.own if (storages[k].last_use >= end and k not in self._recipes) or k in choices.always
+        )
+        self.saved = [k for k in self.own if storages[k].saved_by and k not in self._recipes]
+        self.saved += [k for k in self._recipes if any(start <= i < end for i in storages[k].saved_by)]
+        self._passing = [k for k in self._recipes if storages[k].born < start <= storages[k].last_use]
+
+    def list_options(self) -> Iterator[Option]:
+        """Yield the subsets that are worth keeping, from nothing to all that is saved."""
+        choices, forced = self._choices, self.forced
+        candidates = [k for k in self.saved if k not in forced and k not in self._recipes]
+        dropped_all = self.measure(forced)
+        gains = []
+        for k in candidates:
+            gain = dropped_all[0] - self.measure(forced | {k})[0]
+            gains.append((gain / max(1, choices.sizes[k]), k))
+        gains.sort(reverse=True)
+        path, kept = [(forced, dropped_all)], forced
+        for _, k in gains:
+            kept = kept | {k}
+            measured = self.measure(kept)
+            if measured[0] < path[-1][1][0]:
+                path.append((kept, measured))
+        if len(path) > _SUBSETS:
+            chosen = np.unique(np.linspace(0, len(path) - 1, _SUBSETS).round().astype(int))
+            path = [path[i] for i in chosen]
+        for kept, (_, flops, made, again) in path:
+            yield self._make_option(kept, flops, made, again)
+
+    def measure(self, kept: frozenset[int], wanted: Collection[int] | None = None) -> tuple[int, int, int, list[int]]:
+        """Return work, FLOPs and bytes of what runs again, and which atoms.
+
+        Args:
+            kept: storages.
+            wanted: those to be made; None for all that is saved and not kept.
+        """
+        choices, start = self._choices, self._start
+        storages, reads, recipes = choices.record.storages, choices.reads, self._recipes
+        need = bytearray(self._end - start)
+        before = set[int]()
+        for k in self.saved if wanted is None else wanted:
+            if k not in kept:
+                if storages[k].born >= start:
+                    need[storages[k].born - start] = 1
+                else:
+                    before.update(recipes[k])
+        again, flops, made = [], 0, 0
+        for i in range(self._end - 1, start - 1, -1):
+            if need[i - start]:
+                again.append(i)
+                flops += choices.record.flops[i]
+                made += choices.made[i]
+                for k in reads[i]:
+                    if k not in kept:
+                        if storages[k].born >= start:
+                            need[storages[k].born - start] = 1
+                        elif k in recipes:
+                            before.update(recipes[k])
+        for i in sorted(before, reverse=True):
+            again.append(i)
+            flops += choices.record.flops[i]
+            made += choices.made[i]
+        again.reverse()
+        return choices.price(flops, made), flops, made, again
+
+    def _make_option(self, kept: frozenset[int], flops: int, made: int, again: Sequence[int]) -> Option:
+        size = self._choices.sizes
+        forward = self.peak_of_forward(kept)
+        kept -= self._find_small(kept, again)
+        need = max(forward, self.peak_of_backward(kept, again))
+        return Option(self._start, self._end, tuple(sorted(kept)), sum(size[k] for k in kept), need, flops, made)
+
+    def _find_small(self, kept: frozenset[int], again: Sequence[int]) -> set[int]:
+        """Return what is kept for being small alone, and made by atoms that run again: a span drops it at its end."""
+        storages, born = self._choices.record.storages, self._choices.born
+        inside = {storages[k].born for k in kept if storages[k].maker is None and not storages[k].is_small}
+        again = [i for i in again if i not in inside]
+        return {k for i in again for k in born[i] if storages[k].is_small and storages[k].maker is None}
+
+    def peak_of_forward(self, kept: Collection[int]) -> int:
+        choices = self._choices
+        storages, inner = choices.record.storages, choices.record.inner_bytes
+        total = highest = sum(choices.sizes[k] for k in self._passing)
+        for i in range(self._start, self._end):
+            highest = max(highest, total + inner[i])
+            for k in choices.born[i]:
+                if k in kept or (storages[k].maker is not None and storages[k].last_use > i):
+                    total += choices.sizes[k]
+            for k in choices.dead[i]:
+                if k not in kept and storages[k].born < i and (storages[k].born >= self._start or k in self._recipes):
+                    total -= choices.sizes[k]
+        return max(highest, total)
+
+    def peak_of_backward(self, kept: Collection[int], again: Sequence[int]) -> int:
+        choices = self._choices
+        record, size = choices.record, choices.sizes
+        storages, gradient = record.storages, choices.gradient
+        asked = [record.first_unpack[i] for i in range(self._start, self._end) if record.first_unpack[i] >= 0]
+        held = [k for k in self.own if k in kept and storages[k].released >= 0]
+        dropped = [k for k in self.saved if k not in kept]
+        if not asked:
+            return 0
+        begin = min(asked)
+        if not dropped:
+            return self._highest(begin, [(k, -1, storages[k].released) for k in held])
+        at = self.find_recovery(kept)
+        # What the recovery starts from lives until then, and what no slot holds until the last slot is free.
+        times = {k: self._find_times(k) for k in dropped}
+        last = max(released for _, released in times.values())
+        starts = {k for i in again for k in choices.reads[i] if k in kept and storages[k].born >= self._start}
+        until = last if at is None else at - 1
+        lives = [(k, -1, max(storages[k].released, until if k in starts else -1)) for k in held]
+        lives += [(k, -1, last) for k in starts if storages[k].released < 0]
+        if at is None:
+            return self._highest(begin, lives)
+        lives += [(k, at, released) for k, (_, released) in times.items()]
+        alive = sum(size[k] for k, appears, end in lives if appears < 0 and end >= at)
+        passing = {k for k in starts if 0 <= storages[k].released < at}
+        recovery = int(gradient[max(0, at - 1)]) + alive + self.peak_of_recovery(kept, again, passing=passing)
+        return max(recovery, self._highest(begin, lives))
+
+    def find_recovery(self, kept: Collection[int]) -> int | None:
+        """Return when backward first asks for what is not kept, as a position in the log; None if it never does."""
+        asked = (self._find_times(k)[0] for k in self.saved if k not in kept)
+        return min((at for at in asked if at >= 0), default=None)
+
+    def _find_times(self, k: int) -> tuple[int, int]:
+        """Return when backward first asks this span for a storage, and when it has no more use for it."""
+        storage = self._choices.record.storages[k]
+        if k not in self._recipes:
+            return storage.unpacked, storage.released
+        times = [times for i, times in storage.saved_by.items() if self._start <= i < self._end]
+        return find_first(unpacked for unpacked, _ in times), max(released for _, released in times)
+
+    def find_gradients(self, kept: Collection[int]) -> int:
+        """Return the bytes of gradients at its recovery; -1 if nothing is dropped."""
+        at = self.find_recovery(kept)
+        return -1 if at is None else int(self._choices.gradient[max(0, at - 1)])
+
+    def _highest(self, begin: int, lives: Sequence[tuple[int, int, int]]) -> int:
+        """Return the most bytes of gradients and storages from a position in the log on, given when storages appear and end."""
+        gradient = self._choices.gradient
+        following = self._choices.following[self._start]  # until then backward is here, though it may need nothing more
+        sizes, appear, ends = np.array(lives, np.int64).reshape(-1, 3).T
+        sizes = self._choices.array[sizes]
+        end = max(begin, following - 1, *ends)
+        cuts = np.unique(np.concatenate([ends + 1, appear, [begin]]))
+        cuts = cuts[(cuts >= begin) & (cuts <= end)]
+        highest = np.maximum.reduceat(gradient[: end + 1], cuts)
+        alive = ((ends[None, :] >= cuts[:, None]) & (appear[None, :] <= cuts[:, None])) @ sizes
+        return int((alive + highest).max())
+
+    def peak_of_recovery(
+        self,
+        kept: Collection[int],
+        again: Sequence[int],
+        wanted: Collection[int] | None = None,
+        passing: Collection[int] = (),
+    ) -> int:
+        """Return the most bytes while atoms run again.
+
+        Args:
+            kept: storages that are not made.
+            again: the atoms.
+            wanted: what they make and does not die; None for all that is saved and not kept.
+            passing: what is kept and dies when the last of the atoms has read it.
+        """
+        choices = self._choices
+        storages, inner, copied = choices.record.storages, choices.record.inner_bytes, choices.record.copied_bytes
+        last = {k: i for i in again for k in choices.reads[i]}
+        stays = set(self.saved if wanted is None else wanted)
+        total = highest = sum(choices.sizes[k] for k in passing)
+        for i in again:
+            highest = max(highest, total + inner[i] + copied[i])
+            for k in choices.born[i]:
+                if k not in kept and (k in stays or last.get(k, -1) > i):
+                    total += choices.sizes[k]
+            for k in choices.reads[i]:
+                own = storages[k].born >= self._start or k in self._recipes
+                if ((own and k not in kept and k not in stays) or k in passing) and last[k] == i:
+                    total -= choices.sizes[k]
+        return max(highest, total)

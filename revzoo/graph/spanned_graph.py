@@ -1,0 +1,277 @@
+"""Running a captured graph so that backward recovers what it needs span by span.
+
+The calls of the graph run as ordinary autograd code under `saved_tensors_hooks`. Of what autograd saves, the pack hook keeps
+parameters, inputs of the graph and what the plan names; it drops the rest and leaves a `Slot`. Unpacking the first dropped slot
+of a span in backward recovers the whole span (`recovery.py`).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from threading import RLock
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from revzoo.graph.atoms import Atom, bind_inputs, prepare_call
+from revzoo.graph.recovery import Kept, Observer, Shared, Slot, SpanRecord, read_geometry, unpack, unpack_and_tell
+from revzoo.graph.spans import Nest, Recipe, Spans, find_recipe
+from revzoo.runtime.compiling import exclude_from_compilation
+from revzoo.runtime.fingerprint import take_fingerprint
+from revzoo.runtime.nested import map_tensors, tensors_in
+from revzoo.runtime.random_state import RandomState, find_generators
+from revzoo.runtime.refill_hooks import detach
+from revzoo.runtime.round import begin_round
+from revzoo.runtime.settings import Settings
+from revzoo.runtime.transforms import must_store, refuse_to_drop
+
+_Kind = tuple[torch.dtype, bool, bool]  # dtype, whether it is a conjugate or negative view
+# What an atom saves besides its inputs and results is kept where it is so many times smaller than they are. If the atom runs
+# again anyway, it is dropped at the end of its span, unless that lies in a nest.
+_SMALL = 64
+
+
+class SpannedGraph:
+    """A captured graph whose calls keep what a plan names, callable as the graph is.
+
+    Args:
+        graph: as captured.
+        spans: what is kept, and what is recovered together.
+        observer: hears what happens.
+        first: the number by which it knows the first atom.
+    """
+
+    def __init__(self, graph: GraphModule, spans: Spans, observer: Observer | None = None, first: int = 0):
+        self.graph = graph
+        self.spans = spans
+        self.observer, self.first = observer, first
+        self.recipes: dict[int, Recipe] = {}  # by span, from the first call on
+        self.calls = [[(node, prepare_call(graph, node)) for node in atom.nodes] for atom in spans.atoms]
+        self.starts = self._list_starts()
+        self._output = next(node for node in graph.graph.nodes if node.op == "output")
+        number = {node: i for i, atom in enumerate(spans.atoms) for node in atom.nodes}
+        self.dead_after: list[list[Node]] = [[] for _ in spans.atoms]  # results that no later atom uses
+        for node, i in number.items():
+            # Atoms may run in another order than calls stand in the graph.
+            last = max((number.get(user, len(spans.atoms)) for user in node.users), default=i)
+            if last < len(spans.atoms):
+                self.dead_after[last].append(node)
+
+    def _list_starts(self) -> set[Node]:
+        """Return the kept results that atoms read which may run again."""
+        kept, inside = self.spans.kept, self.spans.kept_inside
+        again = (atom for i, atom in enumerate(self.spans.atoms) if i not in inside or not kept.issuperset(atom.makes))
+        return {node for atom in again for node in atom.reads if node in kept}
+
+    @exclude_from_compilation
+    def __call__(self, *inputs: Any) -> Any:
+        if not torch.is_grad_enabled() or must_store():
+            return self.graph.forward(*inputs)
+        refuse_to_drop("Call revzoo.release(module)")
+        return _Run(self, inputs).forward(self._output)
+
+
+class _Packed:
+    """What autograd saves in one atom. The hooks live as long as autograd's graph, so they hold this and no more."""
+
+    def __init__(self) -> None:
+        self.atom = 0
+        self.record: SpanRecord | None = None
+        self._slots: list[Slot] = []
+
+    def pack(self, tensor: Tensor) -> Slot:
+        assert self.record is not None
+        slot = Slot(tensor, self.record, self.atom, len(self._slots))
+        self._slots.append(slot)
+        return slot
+
+    def take(self) -> list[Slot]:
+        slots, self._slots, self.record = self._slots, [], None
+        return slots
+
+
+class _Run:
+    """One call of a graph."""
+
+    def __init__(self, program: SpannedGraph, inputs: Sequence[Any]):
+        self._program = program
+        self._env: dict[Node, Any] = dict(bind_inputs(program.graph, inputs))
+        self._inputs = dict(self._env)
+        self._devices = {t.device for t in tensors_in(list(self._inputs.values()))}
+        first = next((x for x in inputs if isinstance(x, Tensor)), None)
+        round = None if first is None else begin_round(program, first)
+        observer, first_atom = program.observer, program.first
+        self.shared = Shared(program.spans.atoms, program.calls, program.recipes, round, observer, first_atom)
+        self._held: dict[Node, Any] = {}
+        self._held_by_slots = set[Node]()  # those that live as long as a slot in autograd's graph
+        self._makers = _Makers()
+        for node, value in self._env.items():
+            self._makers.note(value, node)
+        self._packed = _Packed()
+        self._small: list[ref[Slot]] = []  # of the present span, kept for being small alone
+        self._unpack = unpack if observer is None else partial(unpack_and_tell, observer=observer, first=first_atom)
+
+    def forward(self, output: Node) -> Any:
+        spans = self._program.spans
+        lock = RLock()
+        records = [SpanRecord(i, lock, self.shared) for i in range(len(spans.ends))]
+        device = next((d for d in self._devices if d.type != "cpu"), torch.device("cpu"))
+        settings = Settings(device)
+        nest_of = {i: (number, nest) for number, nest in enumerate(spans.nests) for i in range(nest.first, nest.end)}
+        nests = [SpanRecord(-1 - number, lock, self.shared) for number in range(len(spans.nests))]
+        start = 0
+        with torch.autograd.graph.saved_tensors_hooks(self._packed.pack, self._unpack):
+            for record, end in zip(records, spans.ends, strict=True):
+                for i in range(start, end):
+                    self.shared.settings.append(settings)
+                    self.shared.grad_modes.append(torch.is_grad_enabled())
+                    self._run_atom(i, record)
+                    if not spans.atoms[i].is_repeatable:
+                        settings = Settings(device)  # it may have entered autocast
+                _, nest = nest_of.get(record.number, (0, None))
+                self._end_span(record, nest)
+                start = end
+        for i, record in enumerate(records):
+            number, nest = nest_of.get(i, (0, None))
+            if record.slots:
+                recipe = self._program.recipes[i]
+                self._hold_starts(record, recipe, frozenset() if nest is None else nest.handed)
+            if nest is not None and (record.slots or record.handed_slots):
+                record.nest = nests[number]
+                nests[number].inside.append(ref(record))
+        for number, nest in enumerate(spans.nests):
+            self._prepare_nest(nests[number], nest)
+        (results,) = output.args
+        return torch.fx.node.map_arg(results, self._env.__getitem__)
+
+    def _run_atom(self, i: int, record: SpanRecord) -> None:
+        program, env = self._program, self._env
+        atom = program.spans.atoms[i]
+        if program.observer is not None:
+            program.observer.begin(program.first + i)
+        random = None
+        if atom.draws:
+            random = RandomState(find_generators(self._devices))  # of all inputs: torch.rand(2, device="cuda") reads none
+        self._packed.atom, self._packed.record = i, record
+        for node, call in program.calls[i]:
+            env[node] = call(env)
+        if random is not None:
+            random.end_first_run()
+            self.shared.random[i] = random
+        for node in atom.statistics:
+            self.shared.statistics[node] = detach(env[node])
+        self._settle(i, record)
+        for node in program.dead_after[i]:
+            del env[node]
+
+    def _settle(self, i: int, record: SpanRecord) -> None:
+        """Decide what becomes of all that was saved in atom i, whose results are known now."""
+        program = self._program
+        spans, env, makers = program.spans, self._env, self._makers
+        atom = spans.atoms[i]
+        for node in atom.makes:
+            value = env[node]
+            if node in program.starts:
+                self._held[node] = map_tensors(Kept, value)
+            if isinstance(value, Tensor):
+                makers.note(value, node)
+        saved = self._packed.take()
+        for slot in saved:
+            tensor = slot.tensor
+            assert tensor is not None
+            maker = makers.find(tensor)
+            is_input = maker in self._inputs
+            slot.source = None if is_input or not makers.can_lie_in(tensor) else maker
+            slot.is_small = not is_input and slot.source is None and self._is_small(tensor, atom)
+            if (
+                is_input
+                or not atom.is_repeatable
+                or maker in spans.kept
+                or slot.is_small
+                or (slot.source is None and i in spans.kept_inside)
+            ):
+                holder = None if is_input or maker is None else self._held.get(maker)
+                slot.keep(holder)
+                if slot.is_small and maker is None and i not in spans.kept_inside and atom.is_repeatable:
+                    self._small.append(ref(slot))
+                if maker is not None and isinstance(holder, Kept):
+                    self._held_by_slots.add(maker)
+                continue
+            if slot.source is not None:
+                slot.geometry = read_geometry(tensor)
+            record.slots.append((i, slot.place, slot.source, slot.geometry))
+            record.latest = slot
+        latest = record.latest
+        if latest is not None and latest.tensor is not None and self.shared.round is not None:
+            taken = take_fingerprint(latest.tensor)
+            record.fingerprint = None if taken is None else ((latest.atom, latest.place), taken)
+        if program.observer is not None:
+            program.observer.end(program.first + i, saved, {node: env[node] for node in atom.makes})
+        for slot in saved:
+            slot.tensor = None
+
+    def _is_small(self, tensor: Tensor, atom: Atom) -> bool:
+        around = (t for node in (*atom.makes, *atom.reads) for t in tensors_in(self._env[node]))
+        return tensor.untyped_storage().nbytes() * _SMALL <= max((t.nbytes for t in around), default=0)
+
+    def _end_span(self, record: SpanRecord, nest: Nest | None) -> None:
+        """Find what the recovery of a span runs again, and outside of nests drop what is small and made by it."""
+        handed = frozenset[Node]() if nest is None else nest.handed
+        record.handed_slots = [slot for slot in record.slots if slot[2] in handed]
+        record.slots = [slot for slot in record.slots if slot[2] not in handed]
+        record.latest = None  # a slot holds its record
+        recipe = self._program.recipes.get(record.number)
+        if recipe is None:
+            recipe = self._program.recipes[record.number] = find_recipe(self._program.spans, record.slots, handed)
+        small, self._small = [slot for each in self._small if (slot := each()) is not None], []
+        for slot in small:
+            if nest is None and slot.atom in recipe.atoms:
+                slot.drop(record)
+                record.slots.append((slot.atom, slot.place, None, None))
+
+    def _prepare_nest(self, record: SpanRecord, nest: Nest) -> None:
+        """Give a nest what its own recovery starts from."""
+        recipes, spans = self._program.recipes, self._program.spans
+        recipe = recipes.get(record.number)
+        if recipe is None:
+            inside = [each for link in record.inside if (each := link()) is not None]
+            starts = (node for each in inside for node in recipes[each.number].starts if node in nest.handed)
+            refilled = (source for each in inside for _, _, source, _ in each.handed_slots)
+            wanted = dict.fromkeys([*starts, *refilled])
+            recipe = recipes[record.number] = find_recipe(spans, [(0, 0, node, None) for node in wanted])
+        self._hold_starts(record, recipe)
+
+    def _hold_starts(self, record: SpanRecord, recipe: Recipe, handed: frozenset[Node] = frozenset()) -> None:
+        record.starts = {node: self._held[node] for node in recipe.starts if node not in handed}
+        record.held_by_slots = self._held_by_slots.intersection(record.starts)
+        record.starts |= {node: map_tensors(Kept, self._inputs[node]) for node in recipe.inputs}
+
+
+class _Makers:
+    """Which input or call has made a storage. Addresses are used again, so that a storage has to be alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Node, ref[torch.UntypedStorage], _Kind]] = {}
+
+    def note(self, value: Any, node: Node) -> None:
+        """Note the storages of a value, unless they are known as those of an earlier one."""
+        for tensor in tensors_in(value):
+            if self.find(tensor) is None:
+                storage = tensor.untyped_storage()
+                self._known[id(storage)] = node, ref(storage), _read_kind(tensor)
+
+    def find(self, tensor: Tensor) -> Node | None:
+        storage = tensor.untyped_storage()
+        node, known, _ = self._known.get(id(storage), (None, None, None))
+        return node if known is not None and known() is storage else None
+
+    def can_lie_in(self, tensor: Tensor) -> bool:
+        """Return whether size and strides suffice to find a tensor in its maker's result: no other dtype, no conjugate."""
+        _, _, kind = self._known.get(id(tensor.untyped_storage()), (None, None, None))
+        return kind == _read_kind(tensor)
+
+
+def _read_kind(tensor: Tensor) -> _Kind:
+    return tensor.dtype, tensor.is_conj(), tensor.is_neg()

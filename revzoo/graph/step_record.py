@@ -1,0 +1,298 @@
+"""What one training step of a captured module allocates, saves and computes, atom by atom.
+
+The step is run once, mostly in FakeTensors, with everything kept. From its log of live bytes follows the memory of every plan:
+in forward, a tensor that a plan drops lives until its last use; in backward, gradients are the same under every plan, and what
+forward has made is freed when the last slot that holds it is.
+
+What runs before, between and behind the captured graphs counts as atoms that have no calls and may not run again. What they
+allocate is kept.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import finalize
+
+from torch.fx import Node
+
+from revzoo.analysis.flops import FlopCounterOfReplacedCalls
+from revzoo.graph.atoms import Atom, bind_inputs
+from revzoo.graph.capture import Capture, GraphCall, Loss
+from revzoo.graph.recovery import Slot
+from revzoo.graph.spanned_graph import SpannedGraph
+from revzoo.graph.spans import Spans
+from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls, Storages
+
+_BETWEEN = Atom.of([], draws=False, is_repeatable=False)
+
+
+@dataclass
+class Storage:
+    """Memory that forward allocates and backward needs, or that passes between atoms.
+
+    Args:
+        bytes: its size.
+        born: number of the atom that allocates it.
+        maker: the node whose result it is; None for what an atom saves besides its results, such as a mask, or is made between
+            graphs.
+        last_use: number of the last atom that reads it, or outside of graphs, of that in which it is freed; the number of all
+            atoms if it is returned or saved outside.
+        saved_by: by atom in which autograd saves it: when backward first asks for that, -1 if it never does, and when it frees
+            it, as positions in the log of backward.
+        unpacked: when backward first asks for it, as a position in the log of backward; -1 if it never does.
+        released: when backward frees it, as a position in the log of backward; -1 if forward does.
+        is_small: whether it is kept, unless the atom that saves it runs again anyway.
+        nodes: all whose results lie in it, views among them.
+    """
+
+    bytes: int
+    born: int
+    maker: Node | None
+    last_use: int
+    saved_by: dict[int, tuple[int, int]] = field(default_factory=dict)
+    unpacked: int = -1
+    released: int = -1
+    is_small: bool = False
+    nodes: list[Node] = field(default_factory=list)
+
+
+@dataclass
+class Record:
+    """One training step of a module, everything kept.
+
+    Args:
+        atoms: of the whole forward.
+        walls: borders of graphs, as numbers of atoms: no span crosses one.
+        flops: of every atom's forward.
+        total_flops: of the whole step.
+        inner_bytes: by atom, the peak of what it allocates while it runs.
+        copied_bytes: by atom, running statistics, which a second run moves on copies.
+        storages: what outlives an atom, in order of appearance.
+        gradient_bytes: by position in the log of backward, what backward itself has allocated.
+        first_unpack: by atom, when backward first asks for something saved in it; -1 if it never does.
+        fixed_bytes: parameters, buffers and batch.
+        loss_bytes: what loss and backward allocate until backward first asks for something, less what is freed until then of
+            results that autograd does not save.
+        peak_bytes: of this step.
+    """
+
+    atoms: Sequence[Atom]
+    walls: Sequence[int]
+    flops: list[int]
+    total_flops: int
+    inner_bytes: list[int]
+    copied_bytes: list[int]
+    storages: list[Storage]
+    gradient_bytes: list[int]
+    first_unpack: list[int]
+    fixed_bytes: int
+    loss_bytes: int
+    peak_bytes: int
+
+    @property
+    def fixed_results(self) -> frozenset[Node]:
+        """The results of atoms that may not run again, of those that lie in buffers: they take no memory of their own."""
+        stored = {node for storage in self.storages for node in storage.nodes}
+        return frozenset(node for atom in self.atoms if not atom.is_repeatable for node in atom.makes if node not in stored)
+
+
+class _Recorder:
+    """Runs captured graphs with everything kept, and notes what happens when."""
+
+    def __init__(self, captured: Capture, live: LiveBytesOfReplacedCalls, flops: FlopCounterOfReplacedCalls):
+        self.live, self.counter = live, flops
+        self.begins, self.ends = [0] * captured.num_atoms, [0] * captured.num_atoms
+        self.flops = [0] * captured.num_atoms
+        self.taken: dict[Node, Storages] = {}  # by input of a graph
+        self.made: dict[Node, Storages] = {}
+        self.saved: list[tuple[int, int, int, bool]] = []  # atom, storage, number of the slot, whether it is small
+        self.unpacked: dict[int, int] = {}  # by slot: when
+        self.released: dict[int, int] = {}
+        self._calls = captured.calls
+        self._numbers: dict[int, int] = {}  # of live slots, by identity
+
+    def run_graph(self, at: int, inputs: Sequence[Any]) -> Any:
+        """Run a call of a graph; what ran before it since the last one has ended."""
+        each = self._calls[at]
+        self.ends[each.first - 1] = self.live.now()
+        for i in each.numbers:  # for a graph that keeps nothing, because it runs without gradients
+            self.begins[i] = self.ends[i] = self.live.now()
+        self.taken |= {node: self.live.find(value) for node, value in bind_inputs(each.graph, inputs)}
+        results = SpannedGraph(each.graph, Spans.keep_all(each.atoms), self, each.first)(*inputs)
+        self.ends[each.numbers.stop - 1] = self.begins[each.numbers.stop] = self.live.now()
+        return results
+
+    def end_forward(self) -> None:
+        """Note that forward has ended."""
+        self.ends[-1] = self.live.now()
+
+    def begin(self, atom: int) -> None:
+        self.begins[atom] = self.live.now()
+        self.flops[atom] = -self.counter.forward
+
+    def end(self, atom: int, saved: Sequence[Slot], made: Mapping[Node, Any]) -> None:
+        self.ends[atom] = self.live.now()
+        self.made |= {node: self.live.find(value) for node, value in made.items()}
+        self.flops[atom] += self.counter.forward
+        for slot in saved:
+            assert slot.kept is not None
+            (storage,) = self.live.find(slot.kept.get())
+            number = len(self.saved)
+            self.saved.append((atom, storage, number, slot.is_small))
+            self._numbers[id(slot)] = number
+            finalize(slot, self._release, id(slot), number)
+
+    def recover(self, atom: int) -> None: ...
+
+    def unpack(self, atom: int, slot: Slot) -> None:
+        self.unpacked.setdefault(self._numbers[id(slot)], self.live.now())
+
+    def _release(self, key: int, number: int) -> None:
+        self._numbers.pop(key, None)
+        self.released[number] = self.live.now()
+
+
+def record(captured: Capture, loss: Loss | None = None, *, with_parameter_gradients: bool = True) -> Record:
+    """Return what a training step of a captured module does.
+
+    Args:
+        captured: inside its `capture`.
+        loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
+        with_parameter_gradients: whether they are among the gradients. Published figures leave them out.
+    """
+    live, flops = LiveBytesOfReplacedCalls(), FlopCounterOfReplacedCalls()
+    recorder = _Recorder(captured, live, flops)
+    with flops, live:
+        fixed = live.watch(captured.tensors)
+        fixed_bytes = live.size(fixed)
+        recorder.begins[0] = live.now()
+        captured.run_step(recorder.run_graph, loss, recorder.end_forward)
+        left_out = frozenset() if with_parameter_gradients else live.watch([t.grad for t in captured.tensors])
+    return _summarise(captured.calls, recorder, fixed, fixed_bytes, left_out)
+
+
+def _list_atoms(calls: Sequence[GraphCall]) -> list[Atom]:
+    return [_BETWEEN, *(atom for each in calls for atom in (*each.atoms, _BETWEEN))]
+
+
+def _summarise(
+    calls: Sequence[GraphCall], recorder: _Recorder, fixed: Storages, fixed_bytes: int, left_out: Storages
+) -> Record:
+    atoms, live, log = _list_atoms(calls), recorder.live, recorder.live.log
+    forward_end = recorder.ends[-1]
+    inner = [0] * len(atoms)
+    born: dict[int, int] = {}
+    for i, (start, end) in enumerate(zip(recorder.begins, recorder.ends, strict=True)):
+        total = 0
+        own = set[int]()
+        for storage, change in log[start:end]:
+            if storage not in born and change > 0:
+                born[storage] = i
+                own.add(storage)
+            if storage in own:
+                total += change
+                inner[i] = max(inner[i], total)
+    gradient, total = [], 0
+    in_forward = {storage for storage, _ in log[:forward_end]}
+    for storage, change in log[forward_end:]:
+        if storage not in in_forward and storage not in left_out:
+            total += change
+        gradient.append(total)
+    first = [-1] * len(atoms)
+    for atom, _, number, _ in recorder.saved:
+        if number in recorder.unpacked:
+            at = recorder.unpacked[number] - forward_end
+            first[atom] = find_first((first[atom], at))
+    storages = _Storages(atoms, recorder, born, fixed).list()
+    for each in storages.values():
+        if not atoms[each.born].nodes and each.released >= 0:  # between graphs nobody hears autograd ask
+            first[each.born] = find_first((first[each.born], each.released))
+    unsaved = {s for s, each in storages.items() if each.last_use == len(atoms) and not each.saved_by}
+    loss, total = 0, 0
+    for storage, change in log[forward_end : forward_end + min((at for at in first if at >= 0), default=0)]:
+        total += change if storage not in in_forward or storage in unsaved else 0
+        loss = max(loss, total)
+    return Record(
+        atoms=atoms,
+        walls=sorted({wall for each in calls for wall in (each.numbers.start, each.numbers.stop)}),
+        flops=recorder.flops,
+        total_flops=recorder.counter.forward + recorder.counter.backward,
+        inner_bytes=inner,
+        copied_bytes=[sum(node.meta["example_value"].nbytes for node in atom.statistics) for atom in atoms],
+        storages=list(storages.values()),
+        gradient_bytes=gradient or [0],
+        first_unpack=first,
+        fixed_bytes=fixed_bytes,
+        loss_bytes=loss,
+        peak_bytes=live.peak(),
+    )
+
+
+def find_first(positions: Iterable[int]) -> int:
+    """Return the first of some positions in a log; -1 stands for none."""
+    return min((at for at in positions if at >= 0), default=-1)
+
+
+class _Storages:
+    """What outlives the atom that allocates it, from the notes of a recorder."""
+
+    def __init__(self, atoms: Sequence[Atom], recorder: _Recorder, born: Mapping[int, int], fixed: Storages):
+        self._atoms, self._recorder, self._born, self._fixed = atoms, recorder, born, fixed
+        self._number = {node: i for i, atom in enumerate(atoms) for node in atom.nodes}
+        self._sizes = {storage: change for storage, change in reversed(recorder.live.log) if change > 0}
+        self._end = recorder.ends[-1]
+        self._death: dict[int, int] = {}
+        sizes: dict[int, int] = {}
+        for at, (storage, change) in enumerate(recorder.live.log):
+            sizes[storage] = sizes.get(storage, 0) + change
+            if not sizes[storage]:
+                self._death[storage] = at
+        self._entries: dict[int, Storage] = {}
+
+    def list(self) -> dict[int, Storage]:
+        """Return them by their numbers."""
+        for storage, atom in self._born.items():
+            if not self._atoms[atom].nodes and self._dies_at(storage) >= self._recorder.ends[atom]:
+                self._enter(storage, atom, None)
+        for nodes in (self._recorder.made, self._recorder.taken):
+            for node, storages in nodes.items():
+                for storage in storages - self._fixed:
+                    entry = self._enter(storage, self._number.get(node, 0), node)
+                    entry.nodes.append(node)
+                    entry.last_use = max(entry.last_use, *(self._number.get(user, 0) for user in node.users), 0)
+                    if any(user not in self._number for user in node.users):
+                        self._leave(storage, entry)
+        for atom, storage, slot, is_small in self._recorder.saved:
+            if storage not in self._fixed:
+                entry = self._enter(storage, atom, None)
+                asked = max(self._recorder.unpacked.get(slot, -1) - self._end, -1)
+                released = max(self._recorder.released.get(slot, -1) - self._end, -1)
+                first, last = entry.saved_by.get(atom, (-1, -1))
+                entry.saved_by[atom] = find_first((first, asked)), max(last, released)
+                entry.unpacked = find_first((entry.unpacked, asked))
+                entry.released = max(entry.released, released)
+                entry.is_small |= is_small
+        return self._entries
+
+    def _enter(self, storage: int, atom: int, maker: Node | None) -> Storage:
+        entry = self._entries.get(storage)
+        if entry is None:
+            born = self._born.get(storage, atom)
+            entry = self._entries[storage] = Storage(self._sizes.get(storage, 0), born, maker, max(atom, born))
+            if not self._atoms[born].nodes:
+                entry.maker = None
+                self._leave(storage, entry)
+        return entry
+
+    def _leave(self, storage: int, entry: Storage) -> None:
+        """Note that code outside of graphs has it, so that the log alone says when it is freed."""
+        at = self._dies_at(storage)
+        if at < self._end:
+            entry.last_use = max(entry.last_use, bisect_right(self._recorder.begins, at) - 1)
+        else:
+            entry.last_use = len(self._atoms)
+            entry.released = max(entry.released, at - self._end)
+
+    def _dies_at(self, storage: int) -> int:
+        return self._death.get(storage, len(self._recorder.live.log) - 1)
