@@ -192,9 +192,7 @@ def paint(folder, size, colour):
         save(file, rng.integers(0, 256, (*size, 3) if colour else size, dtype=np.uint8))
 
 
-KIND_OF_IMAGES = (
-    "images of about {} pixels a side{}, and the model takes {}. Another model (revzoo list), or model.overrides=[{}], "
-)
+NOTE = "images of about {} pixels a side{}, and the model takes {}. Another model (revzoo list), or model.overrides=[{}], fits "
 
 
 @pytest.mark.parametrize(
@@ -213,7 +211,7 @@ def test_images_of_another_kind_than_the_model_takes_are_named(image_folder, siz
     paint(image_folder / "train", size, colour)
     augment = AugmentOptions(color_jitter=None)
     notes = load(image_folder, input, augment=augment).notes
-    assert notes == ([] if expected is None else [KIND_OF_IMAGES.format(*expected) + "fits them better"])
+    assert notes == ([] if expected is None else [NOTE.format(*expected) + "them better"])
 
 
 def test_labels_of_loaded_images(image_folder):

@@ -127,9 +127,7 @@ def test_refusals_of_labels(tmp_path, labels, message, refused):
 def test_refusals_of_folders(tmp_path, saved_dataset, image_folder, refused):
     (tmp_path / "empty").mkdir()
     assert refused(tmp_path / "empty").startswith(f"{tmp_path}/empty cannot be read as a data set of Hugging Face (")
-    assert re.search(
-        "/train has no train split: .* Received: without a split.* train_test_split", refused(saved_dataset / "train")
-    )
+    assert re.search("/train has no train split: .* without a split.* train_test_split", refused(saved_dataset / "train"))
     shutil.rmtree(image_folder / "val")
     assert "has no validation split: looked for val or valid or" in refused(image_folder)
     numbers = save(tmp_path / "numbers", {"image": [1, 2], "label": [0, 1]}, {"image": [1], "label": [0]})

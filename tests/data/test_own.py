@@ -186,7 +186,7 @@ def test_arrays_of_preprocessing_become_numbers(own):
         ("unsized", r"unsized: what it returns raises RuntimeError: no length, in line \d+ of .* Correct it there."),
         (
             "reordered",
-            "reordered have different classes, .* Received: wren, finch; for testing finch, wren. Give both the same",
+            "reordered have different classes, .* Received: wren, finch; for testing finch, wren",
         ),
         ("counted", "counted: what it returns raises TypeError: 'int' object is not iterable"),
         ("spelled", "spelled has an attribute `classes`, which lists the names of two or more classes, .* Received: 'wren'"),
