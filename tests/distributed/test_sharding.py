@@ -137,7 +137,7 @@ def work(rank: int, processes: int, folder: Path, quick: bool) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         with pytest.MonkeyPatch.context() as patch:
-            if how:  # what is divided is made in pieces
+            if how:  # what is divided is not made by create
                 patch.delattr(network, "create")
             loop.train(load(case, processes, *how), folder / name)
     if quick:
