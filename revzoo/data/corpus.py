@@ -8,7 +8,6 @@ from pathlib import Path
 from revzoo.errors import DataError
 from revzoo.spec.names import find_beside
 
-_NOT_TEXT = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"PK\x03\x04", b"\x1f\x8b", b"%PDF", b"PAR1")  # first bytes
 _HELD_OUT = 10  # one text in ten is for testing where the data have no split of their own
 # Topics of Python's documentation that differ in subject, for a classification task that needs no files.
 _SUBJECTS = {
@@ -110,13 +109,8 @@ def read_utf8(file: Path) -> bytes:
         codecs.getincrementaldecoder("utf-8")().decode(content)
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        if content.startswith(_NOT_TEXT):
-            raise DataError(
-                f"{file} is no text: its first bytes are those of an image or an archive. Name a text file."
-            ) from error
-        wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         raise DataError(
-            f"{file} is not UTF-8: line {line}, byte {error.start} of the file is {content[error.start : error.start + 1]!r}. "
-            f"Convert it, for example with iconv -f {'utf-16' if wide else 'latin1'} -t utf-8."
+            f"{file} is not UTF-8: line {line}, byte {error.start} of the file. Name a text file, or convert it, for example "
+            "with iconv -f latin1 -t utf-8."
         ) from error
     return content

@@ -15,17 +15,18 @@ from torch import Tensor
 from torchvision import transforms
 
 from revzoo.data.base import Examples
-from revzoo.data.folders import ClassFolders, FolderImages, find_classes
+from revzoo.data.folders import open_folders
 from revzoo.data.hugging_face import open_dataset
 from revzoo.data.options import SPLITS, AugmentOptions, DataOptions
 from revzoo.data.random import seeded
 from revzoo.data.stored_images import ImageSplits, StoredImages
 from revzoo.data.tars import open_tars
-from revzoo.errors import DataError, join_names, quote
+from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput
 
 _INTERPOLATION = "bicubic"  # where nothing says which
 _MUCH = 4  # a side of an image that is so many times longer or shorter than the model's is worth a remark
+_LARGE = 224  # pixels a side: models take no more of larger images
 _CIFAR_SITE = "Unpack the archive of the Python version from https://www.cs.toronto.edu/~kriz/cifar.html there"
 _MNIST_CALL = "Let torchvision download it there (torchvision.datasets.{}(root, download=True))"
 
@@ -120,7 +121,12 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
         splits = _open_published(options.name, root, input)
         shapes = [(published.side, published.side, not published.is_grey)]
     mean, std = _choose_statistics(options.augment, input, published)
-    _require_sizes_within_images(options.augment, input)
+    if (options.augment.cutout or 0) >= min(input.size):  # timm would erase nothing
+        height, width = input.size
+        raise DataError(
+            f"Cutout has to leave some of an image. Received: data.augment.cutout={options.augment.cutout} for images of "
+            f"{height}x{width} pixels."
+        )
     config = _choose_preprocessing(options.augment, mean, std, 0.875 if published is None else 1.0)
     height, width = input.size
     train = _make_train_transform(options.augment, (height, width), mean, std)
@@ -152,17 +158,6 @@ def _choose_statistics(
     return mean, std
 
 
-def _require_sizes_within_images(augment: AugmentOptions, input: ImageInput) -> None:
-    """Raise DataError unless what is padded and what is cut out are smaller than an image."""
-    for option, size, rule in (
-        ("padding", augment.padding, "Padding has to be smaller than an image"),
-        ("cutout", augment.cutout, "Cutout has to leave some of an image"),
-    ):
-        height, width = input.size
-        if size is not None and size >= min(height, width):
-            raise DataError(f"{rule}. Received: data.augment.{option}={size} for images of {height}x{width} pixels.")
-
-
 def _choose_preprocessing(
     augment: AugmentOptions, mean: tuple[float, ...], std: tuple[float, ...], crop_pct: float
 ) -> dict[str, Any]:
@@ -191,24 +186,19 @@ def _describe_misfit(shapes: Sequence[tuple[int, int, bool]], input: ImageInput)
     """
     if not shapes:
         return []
-    sides, taken = [min(height, width) for height, width, _ in shapes], min(input.size)
-    side, in_colour = sorted(sides)[len(sides) // 2], any(coloured for *_, coloured in shapes)
-    lost, overrides = [], []
-    if in_colour and input.channels == 1:
-        lost, overrides = ["colours"], ["input.channels=3"]
-    if side >= _MUCH * taken and taken < 224:
-        best = min(side // 32 * 32 or side, 224)
-        lost, overrides = [*lost, "details"], [*overrides, f"input.size=[{best},{best}]"]
-    kind = f"images of about {side} pixels a side{' in colour' if in_colour else ''}"
-    takes = f"the model takes {input.size[0]}x{input.size[1]} pixels{' in grey' if input.channels == 1 else ''}"
-    if lost:
-        return [
-            f"{kind}, and {takes}: {' and '.join(lost)} are lost. Use a model for larger images in colour (revzoo list), or "
-            f"model.overrides=[{','.join(overrides)}]"
-        ]
-    if taken >= _MUCH * side:
-        return [f"{kind}, and {takes}: they are enlarged. A model for smaller images (revzoo list) takes less time and memory"]
-    return []
+    side = sorted(min(height, width) for height, width, _ in shapes)[len(shapes) // 2]
+    in_colour, taken = any(coloured for *_, coloured in shapes), min(input.size)
+    fitting = ["input.channels=3"] if in_colour and input.channels == 1 else []
+    if (side >= _MUCH * taken and taken < _LARGE) or taken >= _MUCH * side:
+        best = min(side // 32 * 32 or side, _LARGE)
+        fitting.append(f"input.size=[{best},{best}]")
+    if not fitting:
+        return []
+    return [
+        f"images of about {side} pixels a side{' in colour' * in_colour}, and the model takes {input.size[0]}x{input.size[1]} "
+        f"pixels{' in grey' * (input.channels == 1)}. Another model (revzoo list), or "
+        f"model.overrides=[{','.join(fitting)}], fits them better"
+    ]
 
 
 def _make_train_transform(
@@ -249,89 +239,4 @@ def _open_splits(options: DataOptions, root: Path, mode: str) -> ImageSplits:
         return open_tars(root, options.image, mode)
     if options.name == "hfds":
         return open_dataset(root, options.image, mode)
-    train, validation = _find_folders(options.name, root)
-    labels = {name: label for label, name in enumerate(train.files)}
-    images, others = (FolderImages(folders, labels, mode) for folders in (train, validation))
-    is_held_out = train.path == validation.path
-    return ImageSplits(images, others, list(labels), _describe_folders(train, validation), is_held_out)
-
-
-def _find_folders(name: str, root: Path) -> tuple[ClassFolders, ClassFolders]:
-    """Return the class folders for training and for validation, which may be part of the first."""
-    folders = [_find_split(root, split) for split in SPLITS]
-    if folders == [None, None] and name == "folder" and any(path.is_dir() for path in root.iterdir()):
-        folders[0] = root  # the class folders themselves
-    if folders[0] is None or (folders[1] is None and name == "imagenet"):
-        raise _explain_missing(root, "train" if folders[0] is None else "validation")
-    train = find_classes(folders[0])
-    if len(train.files) < 2:
-        raise DataError(
-            f"{train.path} has one class: {join_names(list(train.files))}. Classification needs two or more: add a folder with "
-            "images of another."
-        )
-    if name == "imagenet" and len(train.files) != 1000:
-        raise DataError(
-            f"{train.path} should hold ImageNet's 1000 class folders. Received: {len(train.files)}. "
-            "For other images use data.name=folder."
-        )
-    if folders[1] is None:
-        if not any(len(paths) > 1 for paths in train.files.values()):
-            raise DataError(
-                f"The classes in {train.path} have one image each, so none can be held out for validation. Add some."
-            )
-        return train.split()
-    validation = find_classes(folders[1])
-    if unknown := sorted(set(validation.files) - set(train.files)):
-        raise DataError(
-            f"{validation.path} has classes that {train.path} does not have: {join_names(unknown)}. Remove them, or add "
-            "images of them for training."
-        )
-    return train, validation
-
-
-def _describe_folders(train: ClassFolders, validation: ClassFolders) -> list[str]:
-    missing = [name for name in train.files if name not in validation.files]
-    place = "validation" if train.path == validation.path else validation.path
-    without = [f"{place} has no images of {join_names(missing)}"] if missing else []
-    notes = [*train.describe_skipped(), *validation.describe_skipped(), *without, *_describe_lookalikes(train)]
-    if train.path != validation.path:
-        return notes
-    held_out = sum(map(len, validation.files.values()))
-    return [f"{train.path} has no images for validation: every fifth of each class is held out, {held_out:,} in all", *notes]
-
-
-def _describe_lookalikes(folders: ClassFolders) -> list[str]:
-    """Return a line if the classes look like splits: folders alone are in each of them, of the same names."""
-    if any(files and files[0].parent == folders.path / name for name, files in folders.files.items()):
-        return []  # before every file of a large data set is looked at
-    inside = {
-        frozenset(file.relative_to(folders.path / name).parts[0] for file in files) for name, files in folders.files.items()
-    }
-    [names, *others] = inside
-    if others or len(names) < 2 or not all((folders.path / name / each).is_dir() for name in folders.files for each in names):
-        return []
-    classes, within = join_names(list(folders.files), most=4), join_names(sorted(names), most=4)
-    return [
-        f"the classes are {classes}, and each holds the folders {within}. If they are splits, call them train and val; if not, "
-        "all is well"
-    ]
-
-
-def _find_split(root: Path, split: str) -> Path | None:
-    """Return the folder of a split, whose name may have capitals: Train."""
-    folders = {path.name.lower(): path for path in sorted(root.iterdir()) if path.is_dir()}  # train goes before Train
-    return next((folders[name] for name in SPLITS[split] if name in folders), None)
-
-
-def _explain_missing(root: Path, split: str) -> DataError:
-    directly = ", or for these folders themselves" if split == "train" else ""
-    inside = sorted(path for path in root.iterdir() if not path.name.startswith("."))
-    if inside and not any(path.is_dir() for path in inside):
-        return DataError(
-            f"{root} holds files and no folders. Put the images of each class into a folder of its own, such as "
-            f"{root}/cat/{inside[0].name}, or name the folder above ({quote(f'data.root={root.parent}')})."
-        )
-    return DataError(
-        f"No {split} images in {root}: looked for a folder called {' or '.join(SPLITS[split])} with one folder of images per "
-        f"class{directly}. Received: {join_names(sorted(path.name for path in root.iterdir()))}."
-    )
+    return open_folders(root, mode, require_imagenet=options.name == "imagenet")

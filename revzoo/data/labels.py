@@ -1,12 +1,21 @@
-"""Labels of images, as tars and tables hold them, become numbers of classes."""
+"""Labels of images become numbers of classes, and the order in which people expect names: 2 before 10, a next to A."""
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import SupportsInt
 
-from revzoo.data.natural_order import natural_key
 from revzoo.errors import DataError, join_names
 
 _MOST_CLASSES = 1 << 20  # a network has an output for each
+
+
+def natural_key(name: str) -> tuple[list[str | int], str]:
+    """Return what sorts names in natural order; no two names have the same, as those of timm's function have, "a" and "A".
+
+    So the order of names does not depend on the order that they come in, that of a folder or a set.
+    """
+    parts = re.split(r"([0-9]+)", name.lower())  # every second one is a number
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)], name
 
 
 def read_label(value: object) -> str | None:
@@ -37,21 +46,20 @@ def name_classes(labels: Sequence[str], source: str) -> list[str]:
     return names
 
 
-def number_labels(labels: Sequence[str], names: list[str], images: Iterable[str]) -> list[int]:
+def number_labels(labels: Sequence[str], names: list[str], source: str) -> list[int]:
     """Return the number of each label among the names of the classes.
 
     Args:
         labels: the label of each image.
         names: the names of the classes.
-        images: what each image is called in messages.
+        source: where the labels are from, for messages.
 
     Raises:
         DataError: a label is none of the classes of the training images.
     """
     numbers = {name: number for number, name in enumerate(names)}
-    for label, image in zip(labels, images, strict=True):
-        if label not in numbers:
-            raise DataError(f"The image {image} has the label {label}. The training images have: {join_names(names)}.")
+    if unknown := sorted(set(labels) - set(names)):
+        raise DataError(f"{source} has the labels {join_names(unknown)}. The training images have: {join_names(names)}.")
     return [numbers[label] for label in labels]
 
 

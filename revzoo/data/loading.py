@@ -3,10 +3,10 @@
 import os
 
 from revzoo.data.base import Data, Examples
-from revzoo.data.options import BUNDLED, TABLES, TEXTS, DataOptions, is_own
-from revzoo.errors import DataError, quote
+from revzoo.data.options import BUNDLED, TEXTS, DataOptions, is_own
+from revzoo.errors import DataError
 from revzoo.spec.names import find_beside
-from revzoo.spec.schema import ImageInput, Input, TextInput
+from revzoo.spec.schema import Input, TextInput
 
 
 def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1) -> Data:
@@ -27,7 +27,8 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     if not is_own(options.name):
         _require_fitting_input(options.name, input)
         if options.name not in BUNDLED and not os.path.isdir(root := options.root or ""):
-            raise _explain_missing(root)
+            texts = " Texts are trained on by revzoo train texts." if os.path.isfile(root) else ""
+            raise DataError(f"There is no folder {root[:300]}.{find_beside(root)} Set data.root to where the data are.{texts}")
     # Imported here, because each kind of data brings libraries that the others do not need.
     if is_own(options.name):
         from revzoo.data.own import load_own
@@ -54,22 +55,12 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     return Data(train, test, options, seed, processes or 1)
 
 
-def _explain_missing(root: str) -> DataError:
-    """Return the error for a folder of images that is none."""
-    if not os.path.isfile(root):
-        return DataError(f"There is no folder {root[:300]}.{find_beside(root)} Set data.root to where the data are.")
-    texts = (
-        f" Texts are trained on by revzoo train texts {quote(f'data.root={root}')}."
-        if root.lower().endswith(tuple(TABLES))
-        else ""
-    )
-    return DataError(f"{root} is a file, and data.root is a folder with one folder of images per class.{texts}")
-
-
 def _require_fitting_input(name: str, input: Input) -> None:
-    if isinstance(input, TextInput) and name not in (*TEXTS, "hfds"):
-        fitting = f"data.name={' or '.join(TEXTS)} or hfds, or a model for images such as model.name=rev_vit_digits"
-        raise DataError(f"data.name={name} is images. Received: a model for text. Use {fitting}.")
-    if isinstance(input, ImageInput) and name in TEXTS:
-        fitting = "data.name=digits or folder, or a model for text such as model.name=rev_roberta_mini"
-        raise DataError(f"data.name={name} is text. Received: a model for images. Use {fitting}.")
+    if name != "hfds" and isinstance(input, TextInput) != (name in TEXTS):
+        kinds = ("images", "text") if isinstance(input, TextInput) else ("text", "images")
+        fitting = f"{' or '.join(TEXTS)} or hfds" if isinstance(input, TextInput) else "digits or folder"
+        other = "rev_roberta_mini" if name in TEXTS else "rev_vit_digits"
+        raise DataError(
+            f"data.name={name} is {kinds[0]}. Received: a model for {kinds[1]}. Use data.name={fitting}, or a model for "
+            f"{kinds[0]} such as model.name={other}."
+        )

@@ -3,20 +3,18 @@
 import json
 import operator
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from revzoo.checkpoint.facts import IMAGE_FACTS
 from revzoo.data.base import BrokenExampleError, Examples
-from revzoo.data.options import AugmentOptions, DataOptions
+from revzoo.data.options import DataOptions
 from revzoo.data.random import seeded
 from revzoo.errors import DataError, InputError, RevzooError, join_names
 from revzoo.plugin import describe_failure, import_from_here
-from revzoo.spec.parsing import check_value
 from revzoo.spec.schema import ImageInput, Input
 
 
@@ -40,7 +38,7 @@ class OwnExamples(Examples):
         of_texts = "tokens" if class_names is None else "texts"
         self.label_noun = "images" if isinstance(input, ImageInput) else of_texts
         self.labels = None if class_names is None else _read_labels(name, source, len(class_names))
-        self.data_config: dict[str, Any] = _read_config(name, source, input)
+        self.data_config: dict[str, Any] = _read_config(name, source)
         self._input = input
 
     def __len__(self) -> int:
@@ -83,8 +81,15 @@ def load_own(options: DataOptions, input: Input, seed: int) -> tuple[OwnExamples
     Raises:
         DataError: there is no such function, or it does not return two data sets that the model takes.
     """
-    function, name = _find_function(options.name), options.name
-    with _explain(name, "It is called with the data section of the recipe and the model's input: correct it there."):
+    name = options.name
+    module, _, attribute = name.partition(":")
+    try:
+        function: Callable[[DataOptions, Input], Any] = getattr(import_from_here(module), attribute)
+    except (InputError, AttributeError) as error:
+        raise DataError(f"data.name={name}: {error}") from error
+    if not callable(function):
+        raise DataError(f"data.name={name} should be a function. Received: {type(function).__name__}.")
+    with _explain(name):
         returned = function(options, input)
     if not (isinstance(returned, tuple) and len(returned) == 2 and all(map(_is_data_set, returned))):
         raise DataError(
@@ -94,8 +99,7 @@ def load_own(options: DataOptions, input: Input, seed: int) -> tuple[OwnExamples
     with _explain(f"{name}: what it returns"):
         if not all(map(len, returned)):
             raise DataError(f"{name} returned a data set without examples. Return at least one for training and for testing.")
-        class_names = _list_classes(name, returned[0])
-        tested = _list_classes(name, returned[1])
+        class_names, tested = (_list_classes(name, source) for source in returned)
         if tested not in (None, class_names):
             raise DataError(
                 f"The two data sets of {name} have different classes, and so their labels different meanings. Received: "
@@ -110,43 +114,25 @@ def load_own(options: DataOptions, input: Input, seed: int) -> tuple[OwnExamples
 
 
 @contextmanager
-def _explain(what: str, remedy: str = "Correct it there.") -> Iterator[None]:
+def _explain(what: str) -> Iterator[None]:
     """Say what code of the user's raises inside the block, and where; BrokenExampleError."""
     try:
         yield
     except RevzooError:
         raise
     except (Exception, SystemExit) as error:  # of code of the user's, which may raise anything
-        raise BrokenExampleError(f"{what} raises {describe_failure(error)}. {remedy}") from error
-
-
-def _find_function(name: str) -> Callable[[DataOptions, Input], Any]:
-    module, _, attribute = name.partition(":")
-    try:
-        function: Callable[[DataOptions, Input], Any] = getattr(import_from_here(module), attribute)
-    except InputError as error:
-        raise DataError(f"data.name={name}: {error}") from error
-    except AttributeError as error:
-        raise DataError(f"data.name={name}: {error}. Write it as package.module:function.") from error
-    if not callable(function):
-        raise DataError(f"data.name={name} should be a function. Received: {type(function).__name__}.")
-    return function
+        raise BrokenExampleError(f"{what} raises {describe_failure(error)}. Correct it there.") from error
 
 
 def _list_classes(name: str, source: Any) -> list[str] | None:
     classes = getattr(source, "classes", None)  # as torchvision's data sets have it
     if classes is None:
         return None
-    if isinstance(classes, str) or not isinstance(classes, Iterable):
-        raise DataError(
-            f"A data set of {name} has an attribute `classes`, which is a list with the names of the classes. "
-            f"Received: {classes!r}."
-        )
-    names = [str(each) for each in classes]
+    names = [] if isinstance(classes, str) else [str(each) for each in classes]
     if len(set(names)) < max(2, len(names)):
         raise DataError(
-            f"A data set of {name} has these classes: {join_names(names)}. Classification needs two or more, each with "
-            "a name of its own."
+            f"A data set of {name} has an attribute `classes`, which lists the names of two or more classes, each of its own. "
+            f"Received: {classes!r}."
         )
     return names
 
@@ -155,12 +141,8 @@ def _read_labels(name: str, source: Any, classes: int) -> list[int] | None:
     targets = getattr(source, "targets", None)  # as torchvision's data sets have it
     if targets is None:
         return None
-    try:
-        labels = torch.as_tensor(targets)
-    except (TypeError, ValueError, RuntimeError):
-        labels = torch.empty(0)
-    is_whole = not (labels.is_floating_point() or labels.is_complex())
-    if not is_whole or labels.shape != (len(source),) or labels.min() < 0 or labels.max() >= classes:
+    labels = list(targets)
+    if len(labels) != len(source) or not all(_is_class(label, classes) for label in labels):
         raise DataError(
             f"The data of {name} have an attribute `targets`, which lists the label of each of their {len(source)} examples, "
             f"integers from 0 to {classes - 1}. Received: {textwrap.shorten(repr(targets), 100)}. Correct or remove it."
@@ -168,34 +150,16 @@ def _read_labels(name: str, source: Any, classes: int) -> list[int] | None:
     return [int(label) for label in labels]
 
 
-def _read_config(name: str, source: Any, input: Input) -> dict[str, Any]:
+def _read_config(name: str, source: Any) -> dict[str, Any]:
     received = getattr(source, "data_config", {})
     try:  # which is how it is saved
-        config = json.loads(json.dumps(received, default=lambda value: value.tolist()))
-    except (TypeError, ValueError, AttributeError):
-        config = None
-    if not isinstance(config, dict) or not isinstance(received, Mapping):
+        config = json.loads(json.dumps(dict(received), default=lambda value: value.tolist()))
+    except (TypeError, ValueError, AttributeError) as error:
         raise DataError(
             f"The data of {name} have an attribute `data_config`, which is a dictionary such as {{'mean': (0.5, 0.5, 0.5)}}. "
             f"Received: {received!r}."
-        )
-    for key, allowed in _list_facts(input, config):
-        if allowed is not None:
-            raise DataError(f"The data of {name} have {key!r}: {received[key]!r} in `data_config`. Allowed: {allowed}.")
+        ) from error
     return {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
-
-
-def _list_facts(input: Input, config: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """Yield what a configuration says of the examples, and what is allowed instead; None where it is allowed."""
-    if not isinstance(input, ImageInput):
-        yield from ((key, check_value(config[key], str)) for key in ("tokenizer",) if key in config)
-        return
-    types = get_type_hints(AugmentOptions, include_extras=True)
-    for key in (key for key in IMAGE_FACTS if key in config):
-        allowed = check_value(config[key], types[key])
-        if key in ("mean", "std") and (allowed or len(config[key] or ()) != input.channels):
-            allowed = f"{input.channels} numbers, one for each channel"
-        yield key, allowed
 
 
 def _is_class(label: Any, count: int) -> bool:
@@ -217,11 +181,10 @@ def _find_misfit(example: Any, input: Input) -> str | None:
         if is_image and torch.stack(example.aminmax()).isfinite().all():
             return None
         return f"the model takes finite tensors of float32, images of the shape (channels, height, width) = {shape}"
-    shape = (input.length,)
-    is_ids = isinstance(example, Tensor) and example.shape == shape and example.dtype in (torch.int64, torch.int32)
+    is_ids = isinstance(example, Tensor) and example.shape == (input.length,) and not example.is_floating_point()
     if is_ids and example.min() >= 0 and example.max() < input.vocabulary:
         return None
-    return f"the model takes tensors of int64, ids of the shape (length,) = {shape} from 0 to {input.vocabulary - 1}"
+    return f"the model takes tensors of int64, ids of the shape (length,) = {(input.length,)} from 0 to {input.vocabulary - 1}"
 
 
 def _describe(value: Any) -> str:

@@ -1,12 +1,8 @@
-"""Tables of texts on this machine: CSV, TSV, JSON lines and parquet. What cannot be read is named, with its row.
-
-Nothing is downloaded, and no cache is left behind.
-"""
+"""Tables of texts on this machine: CSV, TSV, JSON lines and parquet. Nothing is downloaded, and no cache is left behind."""
 
 import csv
-import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
@@ -15,10 +11,12 @@ from typing import Any
 
 from revzoo.data.corpus import Texts, read_utf8
 from revzoo.data.options import SPLITS, TABLES
-from revzoo.errors import DataError, did_you_mean, explain_missing, find_nearest, join_names, quote
+from revzoo.errors import DataError, did_you_mean, explain_missing, join_names
 from revzoo.spec.names import find_beside
 
-_DELIMITERS = {".csv": (",", "comma"), ".tsv": ("\t", "tab")}  # and what they are called
+_SEPARATED = (
+    "Separate columns by commas in a .csv file, by tabs in a .tsv file; put texts that contain these in quotation marks."
+)
 
 
 def read_texts(root: Path, column: str, label: str | None) -> tuple[Texts, Texts]:
@@ -31,7 +29,7 @@ def read_texts(root: Path, column: str, label: str | None) -> tuple[Texts, Texts
         label: name of the column that holds the labels; None: read no labels.
 
     Raises:
-        DataError: something is missing, empty or unreadable; file and row are named.
+        DataError: something is missing, empty or unreadable.
     """
     if not root.is_dir():
         return read_table(root, column, label).split()
@@ -65,29 +63,27 @@ def check_columns(source: str, table: dict[str, list[Any]], column: str, label: 
         column: name of the column that holds the texts.
         label: name of the column that holds the labels; None: read no labels.
     """
-    for name, option, contents in ((column, "column", "texts"), (label, "label", "labels")):
-        if name is not None and name not in table:
-            others = [each for each in table if each not in (column, label)] or list(table)
-            other = quote(find_nearest(name, table) or others[0])
-            header = " The first row of a table names its columns." if source.lower().endswith(tuple(_DELIMITERS)) else ""
-            raise DataError(
-                f"{source} has no column {name!r}.{did_you_mean(name, table)} Received: {join_names(list(table))}.{header} "
-                f"Name that of the {contents} with data.text.{option}={other}"
-                + (f", or --column {other}." if option == "column" else ".")
-            )
-    texts = table[column]
-    for row, text in enumerate(texts, 1):
-        if not isinstance(text, str) or not text.strip():
-            problem = "is empty" if text is None or isinstance(text, str) else f"is {text!r}, which is not a text"
-            raise DataError(f"{source}, row {row}: the column {column!r} {problem}. Correct or remove the row.")
-    if label is None:
-        return Texts(source, list(range(1, len(texts) + 1)), texts)
-    for row, value in enumerate(table[label], 1):
-        blank = value is None or (isinstance(value, str) and not value.strip())
-        if blank or not isinstance(value, str | int):
-            problem = "has no label" if blank else f"is {value!r}, which is neither a text nor an integer"
-            raise DataError(f"{source}, row {row}: the column {label!r} {problem}. Correct or remove the row.")
-    return Texts(source, list(range(1, len(texts) + 1)), texts, [str(value) for value in table[label]])
+    require_column(source, table, column, "data.text.column=... (--column for predict and tokenizer)")
+    if label is not None:
+        require_column(source, table, label, "data.text.label=...")
+    for name, values, kinds in ((column, table[column], str), (label, table[label] if label else [], str | int)):
+        for row, value in enumerate(values, 1):
+            if not isinstance(value, kinds) or not str(value).strip():
+                what = "text" if name == column else "label"
+                raise DataError(
+                    f"{source}, row {row}: the column {name!r} holds no {what}, but {value!r}. Correct or remove the row."
+                )
+    labels = None if label is None else [str(value) for value in table[label]]
+    return Texts(source, list(range(1, len(table[column]) + 1)), table[column], labels)
+
+
+def require_column(source: str, columns: Iterable[str], name: str, option: str) -> None:
+    """Raise DataError unless a table has a column; `option` names another."""
+    names = list(columns)
+    if name not in names:
+        raise DataError(
+            f"{source} has no column {name!r}.{did_you_mean(name, names)} Received: {join_names(names)}. Name one with {option}"
+        )
 
 
 def _find_split(root: Path, split: str) -> Path:
@@ -110,83 +106,36 @@ def _read_columns(file: Path) -> dict[str, list[Any]]:
             f"{file} is not a table: the name of one ends with {' or '.join(TABLES)}. Save it as CSV; texts without columns "
             "are for data.name=characters."
         )
-    content = "" if suffix == ".parquet" else read_utf8(file).decode(errors="replace")
-    return _read_csv(file, content) if TABLES[suffix] == "csv" else _read_dataset(file, content)
-
-
-def _require_delimiter(file: Path, header: str) -> None:
-    """Raise DataError if another character than the one that the file's name promises stands between the columns."""
-    delimiter, noun = _DELIMITERS[file.suffix.lower()]
-    found = next((char for char in ";\t," if char in header), delimiter)
-    if delimiter in header or found == delimiter:
-        return
-    other, remedy = {
-        ";": ("semicolon", f"Save it with {noun}s"),
-        "\t": ("tab", f"Save it with {noun}s, or call it .tsv"),
-        ",": ("comma", f"Save it with {noun}s, or call it .csv"),
-    }[found]
-    raise DataError(f"{file} has {other}s between its columns; the name says {noun}s. {remedy}.")
-
-
-def _read_csv(file: Path, content: str) -> dict[str, list[Any]]:
-    """Return the columns of a CSV or TSV file as strings: a label 007 is not 7, and NA is a text like any other."""
-    delimiter, noun = _DELIMITERS[file.suffix.lower()]
-    _require_delimiter(file, content.lstrip("\ufeff\r\n").partition("\n")[0])
-    reader = csv.reader(StringIO(content.removeprefix("\ufeff"), newline=""), delimiter=delimiter, strict=True)
-    try:
-        with _long_fields():
-            header, *rows = [row for row in reader if row]  # without blank lines
-    except csv.Error as error:
-        raise DataError(f"{file} cannot be read: line {reader.line_num}: {error}. Correct it.") from error
-    for name in header:
-        if not name.strip():
-            raise DataError(f"{file} has a column without a name. Received: {','.join(header)}. Name or remove it.")
-        if header.count(name) > 1:
-            raise DataError(f"{file} has more than one column {name!r}. Received: {','.join(header)}. Rename or remove one.")
-    for number, row in enumerate(rows, 1):
-        if len(row) != len(header):
-            raise DataError(
-                f"{file}, row {number}: there are {len(row)} fields, and the header names {len(header)}. Put a text that "
-                f"contains a {noun} in quotation marks. Correct the row."
-            )
-    return {name: [row[i] for row in rows] for i, name in enumerate(header)}
-
-
-@contextmanager
-def _long_fields() -> Iterator[None]:
-    """Lift csv's limit of 131,072 characters per field inside the block."""
-    limit = csv.field_size_limit(2**31 - 1)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(limit)
-
-
-def _read_dataset(file: Path, content: str) -> dict[str, list[Any]]:
-    """Return the columns of a table read by Hugging Face's datasets, whose cache is deleted afterwards."""
+    if TABLES[suffix] == "csv":
+        return _read_csv(file, "\t" if suffix == ".tsv" else ",")
     with explain_missing("datasets", "Tables of texts"):
         import datasets
     try:
         with TemporaryDirectory() as cache, quiet(datasets):
-            kind = TABLES[file.suffix.lower()]
-            tables = datasets.load_dataset(kind, data_files=[str(file)], cache_dir=cache, keep_in_memory=True)
-            columns: dict[str, list[Any]] = tables["train"][:] if "train" in tables else {}
+            tables = datasets.load_dataset(TABLES[suffix], data_files=[str(file)], cache_dir=cache, keep_in_memory=True)
+            columns: dict[str, list[Any]] = tables["train"][:]
             return columns
     except Exception as error:  # a damaged file makes the reader raise all kinds of exceptions
-        if "corresponds to no data" in str(error):
-            raise DataError(f"{file} has no rows. Add some.") from error
-        reason = _find_bad_line(content) if file.suffix.lower() == ".jsonl" else ""
-        reason = reason or textwrap.shorten(str(error.__cause__ or error), 200)
-        raise DataError(f"{file} cannot be read: {reason}. Correct it.") from error
+        raise DataError(f"{file} cannot be read: {shorten(error)}. Correct it.") from error
 
 
-def _find_bad_line(content: str) -> str:
-    for row, line in enumerate(content.splitlines(), 1):
-        try:
-            json.loads(line)
-        except ValueError as error:
-            return f"row {row} is not JSON ({error})"
-    return ""
+def _read_csv(file: Path, delimiter: str) -> dict[str, list[Any]]:
+    """Return the columns of a CSV or TSV file as strings: a label 007 is not 7, and NA is a text like any other."""
+    content = read_utf8(file).decode(errors="replace").removeprefix("\ufeff")
+    csv.field_size_limit(2**31 - 1)  # characters; it is 131,072 by default
+    reader = csv.reader(StringIO(content, newline=""), delimiter=delimiter, strict=True)
+    try:
+        header, *rows = [row for row in reader if row] or [[]]  # without blank lines
+    except csv.Error as error:
+        raise DataError(f"{file} cannot be read: line {reader.line_num}: {error}. {_SEPARATED}") from error
+    if len(set(header)) < len(header):
+        raise DataError(f"Two columns of {file} have the same name. Received: {join_names(header)}. Rename or remove one.")
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(header):
+            raise DataError(
+                f"{file}, row {number}: there are {len(row)} fields, and the header names {len(header)}. {_SEPARATED}"
+            )
+    return {name: [row[i] for row in rows] for i, name in enumerate(header)}
 
 
 @contextmanager
@@ -201,3 +150,8 @@ def quiet(datasets: Any) -> Iterator[None]:
         datasets.logging.set_verbosity(level)
         if not shown:
             datasets.enable_progress_bars()
+
+
+def shorten(error: Exception) -> str:
+    """Return an error of a reader, or what caused it, in 200 characters."""
+    return textwrap.shorten(str(error.__cause__ or error), 200)

@@ -158,11 +158,6 @@ class MaskedTexts(Examples):
         return torch.where(chosen & (replacement >= 1 - _AS_OTHER), other, ids), labels
 
 
-def _describe_rows(texts: Texts) -> str:
-    rows = f"{len(texts.texts)} rows"
-    return f"{rows} of {len(set(texts.labels))} labels" if texts.labels else rows
-
-
 def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Examples, Examples]:
     """Return the training texts and the test texts.
 
@@ -180,19 +175,23 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
     tokenizer = open_tokenizer(options.text.tokenizer, input)
     class_names: list[str] | None = None
     if options.name == "hfds":
-        train, test, class_names = _read_dataset(options)
+        from revzoo.data.hugging_face import read_dataset
+
+        train, test, class_names = read_dataset(Path(options.root or ""), options.text)
     elif options.root is None:
         train, test = read_standard_texts(labelled)
     else:
         train, test = read_texts(Path(options.root), options.text.column, options.text.label if labelled else None)
     if not test.texts:
         raise DataError(
-            f"{train.source} has {_describe_rows(train)}, too few to hold one of ten out. Add rows, or a test file: a folder "
-            "with train.csv and test.csv."
+            f"{train.source} has {len(train.texts)} rows, too few to hold one of ten of each label out. Add rows, or a test "
+            "file: a folder with train.csv and test.csv."
         )
     data_config = {"tokenizer": options.text.tokenizer or BYTES}
     is_held_out = options.root is not None and train.source == test.source
-    notes = _describe_split(train, test) if is_held_out else []
+    each = "" if train.labels is None else " of each label"
+    held_out = f"{train.source} has no texts for validation: every tenth{each} is held out, {len(test.texts):,} in all"
+    notes = [held_out] if is_held_out else []
     if not labelled:
         masked = MaskedTexts(test, tokenizer, input.length, None)
         masked.data_config, masked.notes, masked.is_held_out = data_config, notes, is_held_out
@@ -206,19 +205,6 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
     train_texts, test_texts = (LabelledTexts(texts, tokenizer, input.length, class_names) for texts in (train, test))
     test_texts.data_config, test_texts.notes, test_texts.is_held_out = data_config, notes, is_held_out
     return train_texts, test_texts
-
-
-def _describe_split(train: Texts, test: Texts) -> list[str]:
-    """Return a line that says how one table was split."""
-    each = "" if train.labels is None else " of each label"
-    return [f"{train.source} has no texts for validation: every tenth{each} is held out, {len(test.texts):,} in all"]
-
-
-def _read_dataset(options: DataOptions) -> tuple[Texts, Texts, list[str] | None]:
-    """Return the texts of a data set of Hugging Face, and the names of its classes if it has them."""
-    from revzoo.data.hugging_face import read_dataset
-
-    return read_dataset(Path(options.root or ""), options.text)
 
 
 def _load_windows(options: DataOptions, input: TextInput, seed: int) -> tuple[Windows, Windows]:

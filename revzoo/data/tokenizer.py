@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from revzoo.data.table import read_lines
 from revzoo.errors import DataError, InputError, explain_missing, join_names, quote
@@ -19,10 +19,11 @@ _SPECIAL = {  # ids 0 to 4, with the names that RoBERTa and BERT use
 _MIN_VOCABULARY = 256 + 5  # every byte and the special tokens
 
 
-class Tokenizer(Protocol):
-    """Turns texts into ids.
+@dataclass(frozen=True)
+class PlainBytes:
+    """UTF-8 bytes: byte b has id 4 + b. Ids 0 to 3 are <s> <pad> </s> <mask>, or [PAD] [CLS] [SEP] [MASK] if padding is 0.
 
-    Attributes:
+    Attributes, those of `TokenizerFile` too:
         source: file of the tokenizer, or "bytes", for messages.
         label_noun: what one id stands for: "tokens" or "bytes".
         size: number of ids.
@@ -31,29 +32,6 @@ class Tokenizer(Protocol):
         special: ids that are never masked and never replace a masked id.
         num_around: number of special ids put around each text.
     """
-
-    @property
-    def source(self) -> str: ...
-    @property
-    def label_noun(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def padding(self) -> int: ...
-    @property
-    def mask(self) -> int | None: ...
-    @property
-    def special(self) -> frozenset[int]: ...
-    @property
-    def num_around(self) -> int: ...
-
-    def encode(self, texts: Sequence[str], length: int) -> list[list[int]]:
-        """Return the ids of each text, at most `length` of them, special ids included."""
-
-
-@dataclass(frozen=True)
-class PlainBytes:
-    """UTF-8 bytes: byte b has id 4 + b. Ids 0 to 3 are <s> <pad> </s> <mask>, or [PAD] [CLS] [SEP] [MASK] if padding is 0."""
 
     padding: int
     source: str = "bytes"
@@ -64,6 +42,7 @@ class PlainBytes:
     num_around: int = 2
 
     def encode(self, texts: Sequence[str], length: int) -> list[list[int]]:
+        """Return the ids of each text, at most `length` of them, special ids included."""
         start, end = (0, 2) if self.padding == 1 else (1, 2)
         return [[start, *(byte + 4 for byte in text.encode()[: length - self.num_around]), end] for text in texts]
 
@@ -107,12 +86,16 @@ class TokenizerFile:
         return next((i for token in tokens if (i := self._tokenizer.token_to_id(token)) is not None), None)
 
     def encode(self, texts: Sequence[str], length: int) -> list[list[int]]:
+        """Return the ids of each text, at most `length` of them, special ids included."""
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(length)
         try:
             return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
         except Exception as error:  # for example, its vocabulary lacks the token for unknown words
             raise DataError(f"The tokenizer {self.source} cannot encode these texts ({error}).") from error
+
+
+Tokenizer = PlainBytes | TokenizerFile
 
 
 def open_tokenizer(file: str | None, input: TextInput) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Create a network that is divided over processes, none of which ever holds the whole."""
+"""Create a network that is divided over processes: no device ever holds the whole."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -6,17 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from revzoo.checkpoint.files import load_weights
+from revzoo.checkpoint.slices import copy_whole_
 from revzoo.errors import InputError
 from revzoo.hub import find_source
 from revzoo.model.create import build_for_weights, create, find_original, find_weights
 from revzoo.model.network import Model
 from revzoo.runtime.lookahead_setting import LookaheadOption
 from revzoo.runtime.mode import Mode
-from revzoo.sharding.materialize import allocate_, materialize_
 from revzoo.sharding.shard import ignore_view_warnings
 from revzoo.spec.loading import load_spec
+
+_CPU = torch.device("cpu")
 
 
 def create_sharded(
@@ -36,9 +39,9 @@ def create_sharded(
 ) -> Model:
     """Create the network that `revzoo.create` gives for these arguments and the same seed, divided over processes.
 
-    It is built on the meta device and divided by `shard`; then every process makes its own part. Random values are drawn one
-    parameter after the other, and weights are read slice by slice: no process holds more than its part and one parameter.
-    All processes call this, each after the same `torch.manual_seed`.
+    It is built on the meta device and divided by `shard`; then every process gets its own part. Weights are read slice by
+    slice. Random values are drawn as in one process, so each process has the whole network on the CPU for a moment; its device
+    never has. All processes call this, each after the same `torch.manual_seed`.
 
     Args:
         source: as for `create`.
@@ -75,10 +78,34 @@ def create_sharded(
     model = build(schedule=schedule, lookahead=lookahead, exact=exact, device="meta", dtype=dtype)
     shard(model)
     ignore_view_warnings(model)
+    allocate_(model, device=device, offload=offload)
     if file is None or num_outputs is not None:
-        materialize_(model, build, device=device, offload=offload)
-    else:
-        allocate_(model, device=device, offload=offload)
+        with _CPU:
+            _copy_values_(model, build())
     if file is not None:
         load_weights(model, file, original=None if num_outputs is None else build_for_weights(spec, file))
     return model
+
+
+def allocate_(model: nn.Module, *, device: torch.device | str | None = None, offload: bool = False) -> None:
+    """Give a model on the meta device memory without values, for what this process holds of it.
+
+    Args:
+        model: the model, sharded or not.
+        device: of parameters and buffers. None: the CPU.
+        offload: whether the parameters are on the CPU all the same.
+    """
+    place = torch.device(device or _CPU)
+    model.to_empty(device=_CPU if offload else place)
+    if offload and place.type != "cpu":
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = torch.empty_like(buffer, device=place)
+
+
+@torch.no_grad()
+def _copy_values_(model: nn.Module, whole: nn.Module) -> None:
+    """Give a sharded model its part of the values of the same network."""
+    values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        copy_whole_(tensor, values[name])

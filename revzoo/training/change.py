@@ -34,7 +34,6 @@ _CHANGEABLE = (
     "train.patience",
     "train.save_every",
     "train.shard",
-    "train.tensor_parallel",
     "train.timeout_seconds",
     "train.track",
 )
@@ -46,7 +45,6 @@ _PLANNED = (
     "train.offload",
     "train.optimizer_in_backward",
     "train.shard",
-    "train.tensor_parallel",
 )  # of these, what a plan depends on
 _WITHOUT_END = ("constant", "step", "multistep")  # schedules that do not depend on the number of epochs
 

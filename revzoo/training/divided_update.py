@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
 from revzoo.analysis.optimizer_step import copy_optimizer
 from revzoo.checkpoint.slices import copy_whole_, gather_whole
-from revzoo.sharding.mesh import leave_out_tensor, read_sizes
 
 _SHAPES = ((33,), (32, 48), (24, 20, 3, 3))  # the first is not divided evenly; some optimizers treat small matrices apart
 _STEPS = 3
@@ -53,21 +51,13 @@ def updates_divided(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
 
 
 def _make_parameters(mesh: DeviceMesh) -> nn.Module:
-    """Return a module of parameters of several shapes, and of layers that are divided where the mesh divides layers."""
     with torch.device(mesh.device_type):
-        module = nn.Module()
-        module.parts = nn.ParameterList([torch.randn(shape) for shape in _SHAPES])
-        if size := read_sizes(mesh).get("tensor"):
-            module.columns, module.rows = nn.Linear(32, 24 * size), nn.Linear(24 * size, 32)
-    return module
+        return nn.ParameterList([torch.randn(shape) for shape in _SHAPES])
 
 
 def _divide(module: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
     """Divide a module as a network is divided; return its parameters."""
-    if "tensor" in read_sizes(mesh):
-        plan = {"columns": ColwiseParallel(), "rows": RowwiseParallel()}
-        parallelize_module(module, mesh["tensor"], plan, src_data_rank=None)
-    fully_shard(module, mesh=leave_out_tensor(mesh))
+    fully_shard(module, mesh=mesh)
     return list(module.parameters())
 
 

@@ -20,7 +20,6 @@ from revzoo.file import write_atomically
 from revzoo.format import count_noun
 from revzoo.model.compile_steps import compile_steps
 from revzoo.training.captured_step import EAGER_STEPS, CapturedStep
-from revzoo.training.clipping import clip_gradients_
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights
 from revzoo.training.evaluation import evaluate
 from revzoo.training.in_backward import update_in_backward
@@ -153,8 +152,7 @@ def train_batch(run: Run, batch: torch.Tensor, labels: torch.Tensor, key: tuple[
             run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
         run.last_loss = run.step(batch, targets)  # which a plan counts until there is a next one
         if accelerator.sync_gradients and clip_grad is not None:
-            clip = accelerator.clip_grad_norm_ if run.mesh is None else clip_gradients_
-            clip(run.wrapped.parameters(), clip_grad)
+            accelerator.clip_grad_norm_(run.wrapped.parameters(), clip_grad)
         run.optimizer.step()
         run.optimizer.zero_grad()
     return run.last_loss
@@ -181,7 +179,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     check_weights(run)
     try:
         batches = stop.watch(run.test_loader)
-        scores = evaluate(run.evaluated, batches, accelerator, run.data.label_noun, run.shares.holders)
+        scores = evaluate(run.evaluated, batches, accelerator, run.data.label_noun)
     except StopRequested as caught:
         return caught.signum
     check_test_loss(run, scores.loss)

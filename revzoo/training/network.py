@@ -1,7 +1,6 @@
 """Make the network of a run and the running average of its weights, divided over processes where there is a mesh of them.
 
-A divided network is built on the meta device, divided there, and then given its values, which are those of one process: no
-process ever holds the whole.
+A divided network is built on the meta device, divided there, and then given its values, which are those of one process.
 """
 
 from copy import deepcopy
@@ -23,8 +22,7 @@ from revzoo.model.create import build_for_weights, create
 from revzoo.model.network import Model
 from revzoo.registry import heads
 from revzoo.sharded import is_sharded
-from revzoo.sharding.create import create_sharded
-from revzoo.sharding.materialize import allocate_
+from revzoo.sharding.create import allocate_, create_sharded
 from revzoo.sharding.shard import shard_
 from revzoo.spec import Spec
 from revzoo.spec.loading import load_spec

@@ -226,13 +226,9 @@ def _find_needs_of_cuda_graphs(tree: YamlNode) -> Iterator[SpecProblem]:
 def _find_needs_of_shards(tree: YamlNode) -> Iterator[SpecProblem]:
     """Yield the problems of settings that need a divided network, or do not go with one."""
     if _value(tree, "train.shard") in (None, "none"):
-        if _value(tree, "train.tensor_parallel") not in (None, 1):
-            yield _node(tree, "train.tensor_parallel").problem("1 with train.shard: none, or train.shard: full")
         if _value(tree, "train.offload") is True:
             yield _node(tree, "train.offload").problem("false with train.shard: none, or train.shard: full")
         return
-    if _value(tree, "train.tensor_parallel") not in (None, 1) and _value(tree, "train.compile") is True:
-        yield _node(tree, "train.compile").problem("false with train.tensor_parallel")
     if _value(tree, "train.optimizer_in_backward") is True:
         allowed = "false with train.shard: the processes add up their gradients before an update"
         yield _node(tree, "train.optimizer_in_backward").problem(allowed)

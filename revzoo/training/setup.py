@@ -212,7 +212,7 @@ def build_run(
     mesh = make_run_mesh(recipe, accelerator, begun=resumed or begun_with is not None)
     run_folder = RunFolder(folder)
     progress = call_on_all(accelerator, run_folder.read_progress) if resumed else Progress()
-    shares = Shares.of(accelerator, mesh)
+    shares = Shares.of(accelerator)
     whole_batch = begun_with or recipe.data.batch_size * shares.count
     if resumed:  # by any number of processes: they share the batches that the run began with
         whole_batch = call_on_all(accelerator, lambda: read_origin(run_folder)).batch_size
@@ -323,10 +323,10 @@ def _share_batch(whole: int, shares: Shares, recipe: Recipe) -> int:
     """Return how many examples of a batch each process takes."""
     parts = whole // 2 if recipe.mixup else whole  # mixup's pairs stay together
     if parts % shares.count:
-        possible = [str(number * shares.holders) for number in range(1, whole + 1) if parts % number == 0]
+        possible = [str(number) for number in range(1, whole + 1) if parts % number == 0]
         pairs = f", {parts} pairs for mixup" if recipe.mixup else ""
         raise InputError(
-            f"A batch of this run has {whole} examples{pairs}, as it was started, which {shares.count * shares.holders} "
+            f"A batch of this run has {whole} examples{pairs}, as it was started, which {shares.count} "
             f"processes cannot share equally. Resume it with {join_names(possible, most=8)} processes."
         )
     return whole // shares.count

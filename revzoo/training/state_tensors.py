@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
-from revzoo.checkpoint.slices import RowOrder, copy_whole_, find_row_orders, gather_whole, restore_rows
 from revzoo.errors import CheckpointError, join_names
 from revzoo.training.state_writer import AS_IT_IS, as_ordinary_errors
 
@@ -40,8 +39,7 @@ def list_contents(modules: Mapping[str, nn.Module], optimizer: Optimizer, settin
     """
     tensors = _list_tensors(modules)
     own, rest = _read_optimizer(modules["model"], optimizer)
-    contents = dict(restore_rows({**tensors, **own}, _find_orders(modules, {**tensors, **own})))
-    return {**contents, _SETTINGS: {**settings, "optimizer": rest}}
+    return {**tensors, **own, _SETTINGS: {**settings, "optimizer": rest}}
 
 
 def read_tensors(folder: Path, modules: Mapping[str, nn.Module], optimizer: Optimizer) -> dict[str, Any]:
@@ -61,13 +59,8 @@ def read_tensors(folder: Path, modules: Mapping[str, nn.Module], optimizer: Opti
         tensors = _list_tensors(modules)
         _require_fit(saved, tensors)
         state = _make_state(saved, modules["model"])
-        orders = _find_orders(modules, {**tensors, **state})
-        dealt = {path: tensor for path, tensor in {**tensors, **state}.items() if path in orders}
-        ordinary = {path: torch.empty_like(tensor) for path, tensor in dealt.items()}
-        contents: dict[str, Any] = {**tensors, **state, **ordinary, _SETTINGS: None}
+        contents: dict[str, Any] = {**tensors, **state, _SETTINGS: None}
         load(contents, storage_reader=FileSystemReader(folder), planner=DefaultLoadPlanner(**AS_IT_IS))
-    for path, tensor in dealt.items():
-        copy_whole_(tensor, gather_whole(ordinary[path]), orders[path])
     settings: dict[str, Any] = contents[_SETTINGS]
     _load_optimizer(modules["model"], optimizer, state, settings.pop("optimizer"))
     return settings
@@ -84,16 +77,6 @@ def _split_name(name: str) -> tuple[str, str]:
     """Return the parameter and the key of a tensor of an optimizer's state, whose name is `optimizer.PARAMETER.KEY`."""
     parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
     return parameter, key
-
-
-def _find_orders(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> dict[str, RowOrder]:
-    """Return the order of the tensors whose rows have been dealt out, by name: parameters, and state of their shape."""
-    orders = {f"{name}.{key}": order for name, module in modules.items() for key, order in find_row_orders(module).items()}
-    for path, tensor in tensors.items():
-        parameter = f"model.{_split_name(path)[0]}"
-        if path.startswith("optimizer.") and parameter in orders and tensor.shape == tensors[parameter].shape:
-            orders[path] = orders[parameter]
-    return orders
 
 
 def _name_parameters(model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -1,4 +1,4 @@
-"""Networks made in pieces by two gloo processes: values, gradients and files equal those of one process.
+"""Divided networks made by two gloo processes: values, gradients and files equal those of one process.
 
 This file is also the program of the two processes. They go through all cases in one process group and write what they saw as
 JSON, which the tests read.

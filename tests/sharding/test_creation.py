@@ -1,4 +1,4 @@
-"""Networks made in pieces: the second of three processes, of which only this one exists, makes its own part alone."""
+"""Divided networks: the second of three processes, of which only this one exists, makes its own part alone."""
 
 import warnings
 from collections.abc import Callable
@@ -14,8 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import revzoo
 from revzoo.checkpoint import files
 from revzoo.errors import CheckpointError, InputError
-from revzoo.sharding.create import create_sharded
-from revzoo.sharding.materialize import allocate_, list_parameters, materialize_
+from revzoo.sharding.create import allocate_, create_sharded
 from revzoo.sharding.shard import ignore_view_warnings
 
 PROCESSES, RANK = 3, 1
@@ -27,7 +26,6 @@ NETWORKS = {  # what their initialisations and buffers have of their own
     "rev_bert_mini": [],  # a tied embedding, whose row of padding is 0
     "reformer_mini": [],  # constant rotations
 }
-LARGEST_DRAWN = 10**7  # parameters; of larger networks only the names are compared
 
 
 @pytest.fixture(scope="module")
@@ -104,34 +102,6 @@ def test_the_settings_of_a_run_are_those_of_create(shard):
     )
     assert set(model.schedule) == {"recompute", "store"}
     assert (model.lookahead, model.exact, model.num_outputs) == (1, True, 4)
-
-
-@pytest.mark.parametrize("name", revzoo.list_models())
-@pytest.mark.slow
-def test_every_network_of_the_zoo_can_be_made_in_pieces(name):
-    model = revzoo.create(name, device="meta")
-    build = partial(revzoo.create, name)
-    if sum(parameter.numel() for parameter in model.parameters()) > LARGEST_DRAWN:
-        names = [name for each in list_parameters(build) for name in each]
-        assert sorted(names) == sorted(name for name, _ in model.named_parameters(remove_duplicate=False))
-        return
-    torch.manual_seed(0)
-    materialize_(model, build)
-    torch.manual_seed(0)
-    assert_same(values(model), values(build()))
-
-
-def test_no_more_is_held_than_the_part_and_one_parameter(shard):
-    """Counted are all bytes that PyTorch takes on the host; the masks of a normal that is cut are half a parameter."""
-    model = revzoo.create("rev_swin_t", device="meta")
-    shard(model)
-    whole_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    part_bytes = sum(parameter.to_local().nbytes for parameter in model.parameters())
-    largest_bytes = max(parameter.nbytes for parameter in model.parameters())
-    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
-    held = list(accumulate(memory_changes(partial(materialize_, model, partial(revzoo.create, "rev_swin_t")))))
-    assert part_bytes + buffer_bytes <= held[-1] <= part_bytes + 2.1 * buffer_bytes
-    assert part_bytes + largest_bytes < max(held) < part_bytes + 1.5 * largest_bytes + 2 * buffer_bytes < whole_bytes / 2
 
 
 def test_weights_are_read_slice_by_slice(shard, tmp_path):
@@ -232,49 +202,6 @@ def test_missing_shards_and_other_shapes_are_named(shard, lacking, tmp_path):
 def test_weights_for_another_input_or_head_are_refused(override, shard):
     with pytest.raises(InputError, match=r"in one process\. Received: .* Save the adapted network"):
         create_sharded("rev_vit_digits", shard, pretrained=True, overrides=[override])
-
-
-# --- networks of one's own
-
-
-class Scaled(nn.Module):
-    """Its first weight is scaled after the second one was drawn, or another tensor is used in the meantime."""
-
-    def __init__(self, scales: bool):
-        super().__init__()
-        self.first = nn.Parameter(torch.empty(8, 4))
-        self.second = nn.Parameter(torch.randn(4))
-        nn.init.normal_(self.first)
-        self.register_buffer("mean", torch.ones(3) * 2)
-        if scales:
-            nn.init.ones_(self.second)
-            with torch.no_grad():
-                self.first.mul_(2.0)
-
-
-def test_an_initialisation_that_goes_back_is_refused():
-    with torch.device("meta"):
-        model = Scaled(True)
-    with pytest.raises(InputError, match="The initialisation of first reads values that were set before those of another"):
-        materialize_(model, lambda: Scaled(True))
-
-
-def test_any_network_is_made_in_pieces(mesh):
-    torch.manual_seed(0)
-    whole = Scaled(False)
-    with torch.device("meta"):
-        model = Scaled(False)
-    fully_shard(model, mesh=mesh)
-    torch.manual_seed(0)
-    materialize_(model, lambda: Scaled(False))
-    assert_same(values(model), own_part(whole))
-
-
-def test_another_network_is_refused():
-    with torch.device("meta"):
-        model = nn.Linear(3, 3)
-    with pytest.raises(InputError, match="build makes a network without bias, weight"):
-        materialize_(model, lambda: nn.ReLU())
 
 
 def test_warnings_of_views_stay_only_for_what_the_head_returns(mesh):

@@ -139,14 +139,14 @@ def test_one_process_goes_on_with_a_run_of_two(recipe, tmp_path, monkeypatch, wh
 
 
 def test_a_batch_that_cannot_be_shared(recipe):
-    assert _share_batch(24, Shares(3, 0, 1), recipe()) == 8
+    assert _share_batch(24, Shares(3, 0), recipe()) == 8
     with pytest.raises(
         InputError, match=r"has 24 examples, .*5 processes cannot share equally. .*with 1, 2, 3, 4, 6, 8, 12, 24 "
     ):
-        _share_batch(24, Shares(5, 0, 1), recipe())
-    assert _share_batch(24, Shares(8, 0, 1), recipe()) == 3
+        _share_batch(24, Shares(5, 0), recipe())
+    assert _share_batch(24, Shares(8, 0), recipe()) == 3
     with pytest.raises(InputError, match=r"has 24 examples, 12 pairs for mixup, .*Resume it with 1, 2, 3, 4, 6, 12 processes"):
-        _share_batch(24, Shares(8, 0, 1), recipe("mixup={mixup_alpha: 0.8}"))
+        _share_batch(24, Shares(8, 0), recipe("mixup={mixup_alpha: 0.8}"))
 
 
 def test_states_of_earlier_versions_are_refused(copied):

@@ -5,8 +5,7 @@ from itertools import permutations
 import pytest
 
 from revzoo.data.folders import find_classes
-from revzoo.data.labels import name_classes
-from revzoo.data.natural_order import natural_key
+from revzoo.data.labels import name_classes, natural_key
 
 
 def test_numbers_count_and_case_does_not():
