@@ -29,6 +29,7 @@ from revzoo.training.main_process import call_on_main
 from revzoo.training.setup import Run
 from revzoo.training.state import save_state
 from revzoo.training.statistics import share_statistics
+from revzoo.training.tracking import log_record, open_trackers
 from revzoo.training.upload import saving
 
 _CHECK_EVERY = 10  # updates between two checks of the loss, each of which makes the host wait for the GPU
@@ -74,7 +75,7 @@ def train_epochs(run: Run) -> Summary:
         run.display.console.print(f"The {len(run.model.steps)} steps are compiled, each kind of step when it first runs.")
     in_backward = run.recipe.train.optimizer_in_backward  # from here on: what runs before must not change the weights
     updates = update_in_backward(run.optimizer.optimizer) if in_backward else nullcontext()
-    tracked = run.tracking.open(progress.epoch)
+    tracked = open_trackers(run.accelerator, run.recipe, run.folder.path)
     with run.display, StopSignal(run.accelerator) as stop, updates, tracked, run.upload.complete():
         for epoch in range(progress.epoch, run.recipe.train.epochs):
             if _has_lost_patience(run):
@@ -221,6 +222,7 @@ def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:
         "revzoo.top1": repr(record["top1"]),
     }
     call_on_main(run.accelerator, lambda: _append_record(run, record))
+    log_record(run.accelerator, record)
     for file in (run.folder.last, run.folder.best) if improved else (run.folder.last,):
         _save_weights(run, file, metadata)
 
@@ -228,7 +230,6 @@ def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:
 def _append_record(run: Run, record: dict[str, Any]) -> None:
     with saving(run.folder):
         run.folder.append_record(record)
-    run.tracking.log(record)
 
 
 def _save_weights(run: Run, file: Path, metadata: dict[str, str]) -> None:
@@ -252,4 +253,4 @@ def _save_curves(run: Run) -> None:
     if run.accelerator.is_main_process and records:
         with saving(run.folder):
             write_atomically(run.folder.curves, lambda path: plot_curves(records, path))
-        run.tracking.show(run.folder.curves, run.progress.epoch)
+

@@ -6,11 +6,10 @@ classes.json       names of the classes, in order, where the labels are classes
 tokenizer.json     copy of the tokenizer, for a model of texts
 last.safetensors   weights after the last epoch    best.safetensors   weights with the best top-1
 plan.json          the plan, for a recipe with a memory budget
-tracking.json      what each tracker calls the run     tensorboard/        events of TensorBoard
+tensorboard/       events of TensorBoard, for a recipe that tracks them
 state/EPOCH-BATCH/ everything needed to resume from there
-state/lock         names the process that works in the folder
+state/lock         locked by the process that works in the folder
 state/origin.json  what the run was begun with; every state has its own
-state/job          names the agents of torchrun that work on the run
 log/               what processes but the first have to say
 """
 
@@ -18,11 +17,14 @@ import json
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from revzoo.checkpoint.files import find_weights
 from revzoo.errors import CheckpointError, InputError, quote
@@ -35,9 +37,10 @@ RECIPE = "config.yaml"
 _STATE_NAME = re.compile(r"\d{5,}-\d{7,}")
 _TEMPORARY = re.compile(
     r"\.tmp[A-Za-z0-9]{6}|"
-    r"(config\.yaml|spec\.yaml|classes\.json|tokenizer\.json|metrics\.jsonl|plan\.json|tracking\.json|curves\.png|"
+    r"(config\.yaml|spec\.yaml|classes\.json|tokenizer\.json|metrics\.jsonl|plan\.json|curves\.png|"
     r"[\w-]+\.safetensors(\.index\.json)?)\.partial"
 )
+LOCK_SECONDS = 10.0  # a killed run's processes that load data may hold its lock a little longer
 _DRAWN = {"epoch", "train_loss", "loss", "top1"}  # what the curves need of every record
 
 
@@ -80,7 +83,7 @@ class RunFolder:
         self.metrics, self.curves = path / "metrics.jsonl", path / "curves.png"
         self.last, self.best = path / "last.safetensors", path / BEST_WEIGHTS
         self.states, self.plan = path / "state", path / "plan.json"
-        self.lock, self.job, self.logs = self.states / "lock", self.states / "job", path / "log"
+        self.lock, self.logs = self.states / "lock", path / "log"
         self.origin = self.states / "origin.json"
 
     def require_free(self) -> None:
@@ -91,12 +94,32 @@ class RunFolder:
         """
         if file := next((path for path in (self.path, *self.path.parents) if path.exists() and not path.is_dir()), None):
             raise InputError(f"The run folder {self.path} cannot be made: {file} is a file. Name another (--out).")
-        empty = (self.states, self.lock, self.job, self.origin)  # what a start makes before it says what is trained
+        empty = (self.states, self.lock, self.origin)  # what a start makes before it says what is trained
         if self.path.is_dir() and any(path not in empty for path in self.path.rglob("*")):
             raise InputError(
                 f"The run folder {self.path} is not empty. Resume that run (--resume {quote(self.path)}) or name another "
                 "(--out)."
             )
+
+    @contextmanager
+    def hold_lock(self) -> Iterator[None]:
+        """Keep other processes out of the folder inside the block: two would mix their epochs and states.
+
+        The operating system releases the lock when its process ends, however it ends.
+
+        Raises:
+            InputError: another process holds the lock.
+        """
+        self.states.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.lock, timeout=LOCK_SECONDS)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise InputError(f"{self.path} is in use by another process. Wait until it ends or stop it; then resume.") from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def write(self, files: dict[str, str]) -> None:
         """Write text files, given by name."""
@@ -305,11 +328,6 @@ def claim_free_folder(parent: Path, name: str) -> RunFolder:
     """
     paths = (parent / (name if number == 1 else f"{name}-{number}") for number in count(1))
     return next(folder for folder in map(RunFolder, paths) if _claim(folder))
-
-
-def is_numbered(name: str, first: str) -> bool:
-    """Return whether `claim_free_folder` may have given a folder this name instead of the first one."""
-    return re.fullmatch(rf"{re.escape(first)}(-\d+)?", name) is not None
 
 
 def _claim(folder: RunFolder) -> bool:

@@ -42,9 +42,8 @@ from revzoo.training.origin import Origin, read_origin, require_same_origin, req
 from revzoo.training.preprocessing import adopt_preprocessing
 from revzoo.training.processes import Shares, describe_division, make_run_mesh, open_accelerator
 from revzoo.training.recipe_check import find_ineffective_settings
-from revzoo.training.restart import form_group_anew
 from revzoo.training.run_folder import Progress, RunFolder
-from revzoo.training.tracking import Tracking, require_trackers
+from revzoo.training.tracking import require_trackers
 from revzoo.training.upload import Upload
 
 
@@ -106,7 +105,6 @@ class Run:
         progress: how far the run has come.
         display: what is printed.
         upload: the state that is being written.
-        tracking: the tools that get the metrics, too.
         origin: what the run is made of; every state says what the run was started with.
         notes: remarks on the model for the reader.
         last_loss: loss of the last batch of this process; None before the first.
@@ -133,7 +131,6 @@ class Run:
     progress: Progress
     display: TrainingDisplay
     upload: Upload
-    tracking: Tracking
     origin: Origin
     notes: list[str]
     last_loss: Tensor | None = None
@@ -208,7 +205,6 @@ def build_run(
     options = recipe.train
     accelerator = accelerator or make_accelerator(recipe)
     require_same_recipe(recipe)
-    require_trackers(recipe)
     mesh = make_run_mesh(recipe, accelerator, begun=resumed or begun_with is not None)
     run_folder = RunFolder(folder)
     progress = call_on_all(accelerator, run_folder.read_progress) if resumed else Progress()
@@ -285,7 +281,6 @@ def build_run(
             "CUDA peak" if torch.cuda.is_available() else "process",
         ),
         upload=Upload(accelerator, run_folder, options),
-        tracking=Tracking(recipe, folder, accelerator.is_main_process),
         origin=origin,
         notes=[*prepared_as, *notes],
     )
@@ -304,19 +299,25 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     """Return Accelerate's object for device, processes and the recipe's precision.
 
     Raises:
-        SpecError: the precision is not one of this machine.
+        SpecError: the precision is not one of this machine, or a tracker is not installed.
     """
     options = recipe.train
     if options.mixed_precision == "fp16" and not torch.accelerator.is_available():
         raise recipe.error("train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
+    require_trackers(recipe)
     group: dict[str, Any] = {}
     if options.timeout_seconds is not None:
         group["timeout"] = timedelta(seconds=options.timeout_seconds)
     if options.offload and torch.cuda.is_available():  # what lies on the host is added up there
         group["backend"] = "cuda:nccl,cpu:gloo"
-    form_group_anew(**group)
     handlers = [InitProcessGroupKwargs(**group)] if group else []
-    return open_accelerator(options.mixed_precision, gradient_accumulation_steps=options.accumulate, kwargs_handlers=handlers)
+    return open_accelerator(
+        options.mixed_precision,
+        gradient_accumulation_steps=options.accumulate,
+        kwargs_handlers=handlers,
+        log_with=list(options.track) or None,
+        project_dir=".",  # until there is a folder; TensorBoard's tracker wants one
+    )
 
 
 def _share_batch(whole: int, shares: Shares, recipe: Recipe) -> int:
