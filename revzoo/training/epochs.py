@@ -253,4 +253,3 @@ def _save_curves(run: Run) -> None:
     if run.accelerator.is_main_process and records:
         with saving(run.folder):
             write_atomically(run.folder.curves, lambda path: plot_curves(records, path))
-

@@ -32,7 +32,7 @@ from revzoo.training.main_process import call_on_all, call_on_main
 from revzoo.training.options import Recipe
 from revzoo.training.origin import read_begun
 from revzoo.training.planned_step import WholeStep
-from revzoo.training.processes import follow_launcher
+from revzoo.training.processes import count_restarts, follow_launcher
 from revzoo.training.recipe import load_recipe
 from revzoo.training.run_folder import RunFolder, claim_free_folder, name_run
 from revzoo.training.setup import Run, build_run, make_accelerator
@@ -96,7 +96,7 @@ def preview(recipe: Recipe) -> None:
 
 def _was_begun(recipe: Recipe, out: Path) -> bool:
     """Return whether torchrun starts this training again, which it has begun in this folder, after a process has died."""
-    if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) or not RunFolder(out).is_begun():
+    if not count_restarts() or not RunFolder(out).is_begun():
         return False
     changes = find_differences(to_plain(follow_launcher(load_recipe(out))), to_plain(recipe))
     return all(path.startswith(("data.augment.", "data.text.tokenizer")) for path in changes)  # which weights may have set

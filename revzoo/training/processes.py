@@ -8,12 +8,14 @@ Accelerate's configuration of FSDP2 means what `train.shard=full` means: its set
 
 import os
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -62,6 +64,38 @@ def follow_launcher(recipe: Recipe) -> Recipe:
     return followed
 
 
+def form_group_anew(timeout: timedelta | None = None, backend: str | None = None) -> None:
+    """Form the group of the processes that torchrun has started again; at their first start, leave it to Accelerate.
+
+    torchrun keeps its store, with the addresses of the processes that have ended, which the new ones must not read. With several
+    machines, whose counts of restarts may differ, its TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes a new store instead.
+
+    Args:
+        timeout: how long a process waits for another; None: PyTorch's choice.
+        backend: of the group; None: "nccl" on GPUs, else "gloo".
+    """
+    start, is_shared = count_restarts(), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not (start and is_shared and os.environ["GROUP_WORLD_SIZE"] == "1") or distributed.is_initialized():
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = distributed.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
+    on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("1", "true", "yes")
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group(
+        backend or ("nccl" if on_gpu else "gloo"),
+        store=distributed.PrefixStore(f"start-{start}", store),  # type: ignore[attr-defined]
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timeout,
+    )
+
+
+def count_restarts() -> int:
+    """Return how often torchrun has started this process again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def open_accelerator(precision: str, **arguments: Any) -> Accelerator:
     """Return Accelerate's object. Without a GPU it has to be told to look for other processes on the CPU.
 
@@ -85,7 +119,7 @@ def make_run_mesh(recipe: Recipe, accelerator: Accelerator, *, begun: bool) -> D
         InputError: the processes cannot be arranged like this.
     """
     options, processes = recipe.train, accelerator.num_processes
-    is_alone = not torch.distributed.is_initialized()
+    is_alone = not distributed.is_initialized()
     if options.shard == "none" or (is_alone and begun):
         return None
     if is_alone:

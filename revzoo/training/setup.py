@@ -40,7 +40,7 @@ from revzoo.training.optimizer import OptimizerError, find_accepted_options, mak
 from revzoo.training.options import ModelOptions, Recipe
 from revzoo.training.origin import Origin, read_origin, require_same_origin, require_same_recipe
 from revzoo.training.preprocessing import adopt_preprocessing
-from revzoo.training.processes import Shares, describe_division, make_run_mesh, open_accelerator
+from revzoo.training.processes import Shares, describe_division, form_group_anew, make_run_mesh, open_accelerator
 from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.run_folder import Progress, RunFolder
 from revzoo.training.tracking import require_trackers
@@ -310,6 +310,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         group["timeout"] = timedelta(seconds=options.timeout_seconds)
     if options.offload and torch.cuda.is_available():  # what lies on the host is added up there
         group["backend"] = "cuda:nccl,cpu:gloo"
+    form_group_anew(**group)
     handlers = [InitProcessGroupKwargs(**group)] if group else []
     return open_accelerator(
         options.mixed_precision,
