@@ -4,9 +4,11 @@ import sys
 import time
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from revzoo.data.base import Data
 from revzoo.format import format_bits, format_bytes
 
 
@@ -16,19 +18,15 @@ class TrainingDisplay:
     Args:
         shown: whether this process prints anything.
         epochs: epochs of the whole training.
-        batches: batches per epoch.
+        data: what is trained on.
         batch_size: examples of one batch over all processes.
-        example_noun: what the examples are: "images" or "texts".
-        label_noun: what one label belongs to: "images", "texts", "tokens" or "bytes".
-        memory_noun: which memory is shown beside the counted one of the tables, such as "process".
     """
 
-    def __init__(
-        self, shown: bool, epochs: int, batches: int, batch_size: int, example_noun: str, label_noun: str, memory_noun: str
-    ):
+    def __init__(self, shown: bool, epochs: int, data: Data, batch_size: int):
         self.console = Console(quiet=not shown, markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
-        self.epochs, self.batches, self.batch_size = epochs, batches, batch_size
-        self.example_noun, self.label_noun, self.memory_noun = example_noun, label_noun, memory_noun
+        self.epochs, self.batches, self.batch_size = epochs, len(data.train), batch_size
+        self.example_noun, self.label_noun = data.example_noun, data.label_noun
+        self.memory_noun = "CUDA peak" if torch.cuda.is_available() else "process"  # neither is what the tables count
         self.top1 = "-"
         self._bar = Progress(
             TextColumn("{task.description}"),

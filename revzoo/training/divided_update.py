@@ -1,21 +1,26 @@
-"""Does an optimizer update divided parameters as it updates whole ones?
+"""The update of divided parameters: are they clipped and updated as whole ones?
 
 PyTorch's DTensor makes most operations what they are for the whole tensor, such as a norm over all processes. An optimizer that
-mixes it with tensors of its own, or takes apart what it is given, raises an error or computes something else.
+mixes it with tensors of its own, or takes apart what it is given, raises an error or computes something else. PyTorch's
+`clip_grad_norm_` takes parameters of one mesh. With tensor parallelism there are two: layers are divided by both of its
+dimensions, everything else by one.
 """
 
+import math
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from revzoo.analysis.optimizer_step import copy_optimizer
-from revzoo.checkpoint.slices import copy_whole_, gather_whole
+from revzoo.checkpoint.slices import copy_whole_, gather_whole, get_own_part
 from revzoo.sharding.mesh import leave_out_tensor, read_sizes
 
 _SHAPES = ((33,), (32, 48), (24, 20, 3, 3))  # the first is not divided evenly; some optimizers treat small matrices apart
@@ -78,3 +83,26 @@ def _can_be_saved(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
 
 def _copy_for(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
     return copy_optimizer(optimizer, [{**optimizer.param_groups[0], "params": parameters}])
+
+
+_EPS = 1e-6  # as in PyTorch's own
+
+
+def clip_gradients_(parameters: Iterable[nn.Parameter], most: float) -> None:
+    """Scale all gradients so that their norm is at most `most`; all processes call this together."""
+    groups: dict[int, list[Tensor]] = {}  # what this process holds, by the number of processes that hold the same
+    for gradient in (cast(Any, p.grad) for p in parameters if p.grad is not None):
+        groups.setdefault(_count_copies(gradient), []).append(get_own_part(gradient))
+    squares = [get_total_norm(parts).square() / copies for copies, parts in groups.items()]
+    total = torch.stack(squares).sum()
+    distributed.all_reduce(total)
+    factor = (most / (total.sqrt() + _EPS)).clamp(max=1.0)
+    for part in (part for parts in groups.values() for part in parts):
+        part.mul_(factor)
+
+
+def _count_copies(sharded: Any) -> int:
+    """Return how many processes hold the same part of a tensor."""
+    sizes = zip(sharded.device_mesh.shape, sharded.placements, strict=True)
+    parts: int = math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
+    return distributed.get_world_size() // parts

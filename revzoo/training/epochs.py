@@ -20,17 +20,15 @@ from revzoo.file import write_atomically
 from revzoo.format import count_noun
 from revzoo.model.compile_steps import compile_steps
 from revzoo.training.captured_step import EAGER_STEPS, CapturedStep
-from revzoo.training.clipping import clip_gradients_
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights
+from revzoo.training.divided_update import clip_gradients_
 from revzoo.training.evaluation import evaluate
 from revzoo.training.in_backward import update_in_backward
 from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
-from revzoo.training.main_process import call_on_main
+from revzoo.training.processes import call_on_main
 from revzoo.training.setup import Run
-from revzoo.training.state import save_state
-from revzoo.training.statistics import share_statistics
+from revzoo.training.state import save_state, share_statistics
 from revzoo.training.tracking import log_record, open_trackers
-from revzoo.training.upload import saving
 
 _CHECK_EVERY = 10  # updates between two checks of the loss, each of which makes the host wait for the GPU
 
@@ -111,7 +109,7 @@ def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     losses = torch.zeros((), dtype=torch.float64, device=accelerator.device)  # of batches that are not yet in the epoch's sum
     before, began, signum = progress.seconds, time.perf_counter(), 0
     run.wrapped.train()
-    for batch, labels in run.train_loader:
+    for batch, labels in run.data.train:
         with _say_when(run):
             losses += train_batch(run, batch, labels, (options.seed, epoch, progress.batch)).detach() * len(batch)
         progress.batch += 1
@@ -124,13 +122,13 @@ def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         if run.ema is not None:
             run.ema.update(run.model, progress.updates)
         signum = stop.poll()
-        if signum or progress.updates % _CHECK_EVERY == 0 or progress.batch == len(run.train_loader):
+        if signum or progress.updates % _CHECK_EVERY == 0 or progress.batch == len(run.data.train):
             add_losses(run, losses)
             run.upload.collect()
             run.display.step(progress.batch, progress.loss_sum / progress.examples, _read_memory_bytes())
         if signum:
             break
-        if options.save_every and progress.updates % options.save_every == 0 and progress.batch < len(run.train_loader):
+        if options.save_every and progress.updates % options.save_every == 0 and progress.batch < len(run.data.train):
             progress.seconds = before + time.perf_counter() - began
             add_losses(run, losses)
             save_state(run)
@@ -148,7 +146,7 @@ def train_batch(run: Run, batch: torch.Tensor, labels: torch.Tensor, key: tuple[
     """
     accelerator, clip_grad = run.accelerator, run.recipe.train.clip_grad
     with accelerator.accumulate(*(() if run.mesh is not None else (run.wrapped,))):
-        batch, targets = run.mix(batch, labels, *key)
+        batch, targets = run.loss.mix(batch, labels, *key)
         reseed(*key, run.shares.own)
         if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
             run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
@@ -181,7 +179,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     share_statistics(run)
     check_weights(run)
     try:
-        batches = stop.watch(run.test_loader)
+        batches = stop.watch(run.data.test)
         scores = evaluate(run.evaluated, batches, accelerator, run.data.label_noun, run.shares.holders)
     except StopRequested as caught:
         return caught.signum
@@ -228,13 +226,13 @@ def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:
 
 
 def _append_record(run: Run, record: dict[str, Any]) -> None:
-    with saving(run.folder):
+    with run.folder.saving():
         run.folder.append_record(record)
 
 
 def _save_weights(run: Run, file: Path, metadata: dict[str, str]) -> None:
     def save() -> None:
-        with saving(run.folder):
+        with run.folder.saving():
             files.save_weights(run.evaluated, file, metadata)
 
     if run.mesh is None:
@@ -251,5 +249,5 @@ def _read_memory_bytes() -> int:
 def _save_curves(run: Run) -> None:
     records = run.folder.read_records()
     if run.accelerator.is_main_process and records:
-        with saving(run.folder):
+        with run.folder.saving():
             write_atomically(run.folder.curves, lambda path: plot_curves(records, path))

@@ -26,16 +26,14 @@ from revzoo.planning.plan import Plan
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import find_differences
 from revzoo.training.budget import apply_plan, save_plan
-from revzoo.training.change import check_changes, needs_new_plan
 from revzoo.training.epochs import Summary, train_epochs
-from revzoo.training.main_process import call_on_all, call_on_main
 from revzoo.training.options import Recipe
-from revzoo.training.origin import read_begun
+from revzoo.training.origin import check_changes, needs_new_plan, read_begun
 from revzoo.training.planned_step import WholeStep
-from revzoo.training.processes import count_restarts, follow_launcher
+from revzoo.training.processes import call_on_all, call_on_main, count_restarts, follow_launcher, make_accelerator
 from revzoo.training.recipe import load_recipe
 from revzoo.training.run_folder import RunFolder, claim_free_folder, name_run
-from revzoo.training.setup import Run, build_run, make_accelerator
+from revzoo.training.setup import Run, build_run
 from revzoo.training.state import load_state, save_state
 from revzoo.training.terminal import send_output_to
 from revzoo.training.verification import describe_gradients
@@ -70,7 +68,8 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         run.print_start()
         plan = _apply_plan(run)
     with _hold_folder(folder, accelerator):
-        call_on_main(accelerator, lambda: _create(run))
+        call_on_main(accelerator, folder.require_free)  # another run may have begun there in the meantime
+        call_on_main(accelerator, lambda: _describe(run))
         send_output_to(folder.logs)
         return _begin(run, plan)
 
@@ -134,12 +133,6 @@ def _claim_folder(recipe: Recipe, out: Path | None, accelerator: Accelerator) ->
             with suppress(OSError):  # it is not empty
                 path.rmdir()
         raise
-
-
-def _create(run: Run) -> None:
-    """Write into a new folder what is trained; InputError if another run has begun there in the meantime."""
-    run.folder.require_free()
-    _describe(run)
 
 
 def _describe(run: Run) -> None:
@@ -207,7 +200,7 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
         run = _build_run(recipe, folder, accelerator, resumed=True)
         for line in damage:
             run.display.console.print(line)
-        changes = check_changes(run, typed, accept_changes)
+        changes = check_changes(run_folder, run.origin, run.recipe, run.progress.epoch, typed, accept_changes)
         return _go_on(run, changes)
 
 

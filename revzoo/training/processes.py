@@ -7,14 +7,17 @@ Accelerate's configuration of FSDP2 means what `train.shard=full` means: its set
 """
 
 import os
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs, broadcast_object_list, gather_object
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -64,11 +67,49 @@ def follow_launcher(recipe: Recipe) -> Recipe:
     return followed
 
 
+def make_accelerator(recipe: Recipe) -> Accelerator:
+    """Return Accelerate's object for device, processes and the recipe's precision.
+
+    Raises:
+        SpecError: the precision is not one of this machine, or a tracker is not installed.
+    """
+    options = recipe.train
+    if options.mixed_precision == "fp16" and not torch.accelerator.is_available():
+        raise recipe.error("train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
+    if missing := [name for name in options.track if name not in map(str, get_available_trackers())]:
+        allowed = f"trackers whose package is installed: python -m pip install {' '.join(missing).replace('_', '-')}"
+        raise recipe.error("train.track", str(list(options.track)), allowed)  # which Accelerate would leave out
+    group: dict[str, Any] = {}
+    if options.timeout_seconds is not None:
+        group["timeout"] = timedelta(seconds=options.timeout_seconds)
+    if options.offload and torch.cuda.is_available():  # what lies on the host is added up there
+        group["backend"] = "cuda:nccl,cpu:gloo"
+    form_group_anew(**group)
+    handlers = [InitProcessGroupKwargs(**group)] if group else []
+    return open_accelerator(
+        options.mixed_precision,
+        gradient_accumulation_steps=options.accumulate,
+        kwargs_handlers=handlers,
+        log_with=list(options.track) or None,
+        project_dir=".",  # until there is a folder; TensorBoard's tracker wants one
+    )
+
+
+def open_accelerator(precision: str, **arguments: Any) -> Accelerator:
+    """Return Accelerate's object. Without a GPU it has to be told to look for other processes on the CPU.
+
+    Accelerate refuses another precision than the first of a process, which may train several runs: its state then starts anew.
+    """
+    if AcceleratorState._shared_state.get("_mixed_precision", precision) != precision:
+        AcceleratorState._reset_state()  # as Transformers' TrainingArguments does
+    return Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available(), **arguments)
+
+
 def form_group_anew(timeout: timedelta | None = None, backend: str | None = None) -> None:
     """Form the group of the processes that torchrun has started again; at their first start, leave it to Accelerate.
 
-    torchrun keeps its store, with the addresses of the processes that have ended, which the new ones must not read. With several
-    machines, whose counts of restarts may differ, its TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes a new store instead.
+    torchrun keeps its store, with the addresses of the processes that have ended, which the new ones must not read. With
+    several machines, whose counts of restarts may differ, its TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes a new store instead.
 
     Args:
         timeout: how long a process waits for another; None: PyTorch's choice.
@@ -94,16 +135,6 @@ def form_group_anew(timeout: timedelta | None = None, backend: str | None = None
 def count_restarts() -> int:
     """Return how often torchrun has started this process again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def open_accelerator(precision: str, **arguments: Any) -> Accelerator:
-    """Return Accelerate's object. Without a GPU it has to be told to look for other processes on the CPU.
-
-    Accelerate refuses another precision than the first of a process, which may train several runs: its state then starts anew.
-    """
-    if AcceleratorState._shared_state.get("_mixed_precision", precision) != precision:
-        AcceleratorState._reset_state()  # as Transformers' TrainingArguments does
-    return Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available(), **arguments)
 
 
 def make_run_mesh(recipe: Recipe, accelerator: Accelerator, *, begun: bool) -> DeviceMesh | None:
@@ -157,3 +188,48 @@ class Shares:
         """Return the shares of the processes of a run; without a mesh each has its own."""
         holders = 1 if mesh is None else read_sizes(mesh).get("tensor", 1)
         return cls(accelerator.num_processes // holders, accelerator.process_index // holders, holders)
+
+
+T = TypeVar("T")
+
+
+def call_on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
+    """Call a function in the main process and return its result, or raise its error, in every process.
+
+    The function must not wait for the other processes, which wait for its end here. If only the main process raised its error,
+    the others would wait for good.
+    """
+    result: T
+    [(result, error)] = broadcast_object_list([_call(function) if accelerator.is_main_process else None])
+    if error is not None:
+        raise error
+    return result
+
+
+def call_on_all(accelerator: Accelerator, function: Callable[[], T]) -> T:
+    """Call a function in every process and return its result; an error of any of them is raised in every process.
+
+    The function must not wait for the other processes.
+    """
+    result: T
+    result, own = _call(function)
+    errors = [error for error in (own, *gather_object([own])) if error is not None]
+    if errors:
+        raise errors[0]
+    return result
+
+
+def _call(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        return None, _make_portable(error)
+
+
+def _make_portable(error: Exception) -> Exception:
+    """Return the error, or its text as an error where it cannot be sent to other processes."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever an error raises that was not made for it
+        return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+    return error

@@ -13,6 +13,7 @@ state/origin.json  what the run was begun with; every state has its own
 log/               what processes but the first have to say
 """
 
+import hashlib
 import json
 import re
 import shutil
@@ -25,13 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 from revzoo.checkpoint.files import find_weights
-from revzoo.errors import CheckpointError, InputError, quote
+from revzoo.errors import CheckpointError, InputError, RevzooError, quote
 from revzoo.file import sync, write_text
 from revzoo.format import count_noun
 from revzoo.spec.names import BEST_WEIGHTS, find_beside, find_inside
-from revzoo.training.seal import find_damage, seal
+from revzoo.training.terminal import has_lost_others
 
 RECIPE = "config.yaml"
 _STATE_NAME = re.compile(r"\d{5,}-\d{7,}")
@@ -120,6 +122,24 @@ class RunFolder:
             yield
         finally:
             lock.release()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Explain an error that ends the writing of a file inside the block, and make room by removing a half-written state.
+
+        Raises:
+            RevzooError: what was written could not be.
+        """
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk raises any of these
+            if has_lost_others(error):
+                raise
+            shutil.rmtree(self.states / "writing", ignore_errors=True)
+            raise RevzooError(
+                f"Nothing more can be saved in {self.path} ({error}). Is the disk full? What was saved before is complete: "
+                f"make room and resume with revzoo train --resume {quote(self.path)}"
+            ) from error
 
     def write(self, files: dict[str, str]) -> None:
         """Write text files, given by name."""
@@ -340,3 +360,47 @@ def _claim(folder: RunFolder) -> bool:
     except FileExistsError:  # another process was faster
         return False
     return True
+
+
+CHECKSUMS = "checksums.sha256"
+
+
+def seal(folder: Path, known: Mapping[str, str]) -> None:
+    """Write the checksums of all files of a folder, give them the user's permissions, and wait until all is on the disk.
+
+    Args:
+        folder: the folder, which holds files only.
+        known: checksums that are known already, by name of the file.
+    """
+    files = sorted(path for path in folder.iterdir() if path.name != CHECKSUMS)
+    checksums = folder / CHECKSUMS
+    lines = (f"{known.get(path.name) or hash_file(path)}  {path.name}\n" for path in files)
+    checksums.write_text("".join(lines), encoding="utf-8")
+    mode = checksums.stat().st_mode  # that of any new file; some libraries write files that only their owner can read
+    for path in (*files, checksums):
+        path.chmod(mode)
+        sync(path)
+    sync(folder)
+
+
+def find_damage(folder: Path) -> str:
+    """Return in words what is not as it was when the folder was sealed, or an empty string."""
+    try:
+        lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return f"{CHECKSUMS} is missing or damaged"
+    for line in lines:
+        digest, _, name = line.partition("  ")
+        if Path(name).name != name:
+            return f"{CHECKSUMS} is damaged"
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if hash_file(folder / name) != digest:
+            return f"{name} has changed since it was written: its checksum differs"
+    return "" if lines else f"{CHECKSUMS} is empty"
+
+
+def hash_file(path: Path) -> str:
+    """Return the checksum of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -10,27 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
 
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import walk_leaves
-from revzoo.training.main_process import call_on_main
 from revzoo.training.options import Recipe
+from revzoo.training.processes import call_on_main
 
 _PROJECT = "revzoo"  # what tools that gather runs call the group of them
 _logger = logging.getLogger("revzoo")
-
-
-def require_trackers(recipe: Recipe) -> None:
-    """Check that the packages of the recipe's trackers are installed; Accelerate leaves out one that is not.
-
-    Raises:
-        SpecError: one is missing.
-    """
-    missing = [name for name in recipe.train.track if name not in map(str, get_available_trackers())]
-    if missing:
-        allowed = f"trackers whose package is installed: python -m pip install {' '.join(missing).replace('_', '-')}"
-        raise recipe.error("train.track", str(list(recipe.train.track)), allowed)
 
 
 @contextmanager

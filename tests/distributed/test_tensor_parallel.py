@@ -27,13 +27,12 @@ from revzoo.sharding.mesh import make_mesh
 from revzoo.sharding.shard import shard_
 from revzoo.sharding.tensor_parallel import choose_parts
 from revzoo.training import epochs, loop
-from revzoo.training.clipping import clip_gradients_
-from revzoo.training.divided_update import updates_divided
+from revzoo.training.divided_update import clip_gradients_, updates_divided
 from revzoo.training.evaluation import evaluate_checkpoint
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.planned_step import WholeStep
 from revzoo.training.recipe import load_recipe
-from revzoo.training.state_tensors import list_contents, read_tensors
+from revzoo.training.state import list_contents, read_tensors
 from revzoo.training.state_writer import StateWriter, write
 
 SECONDS = 500

@@ -86,7 +86,7 @@ def counted(monkeypatch) -> list[tuple[int, int, int]]:
         hook.remove()
         trained = live.now()
         with live:
-            epochs.evaluate(run.evaluated, islice(run.test_loader, 1), run.accelerator)
+            epochs.evaluate(run.evaluated, islice(run.data.test, 1), run.accelerator)
         bytes_ = list(accumulate(0 if storage in examples else change for storage, change in live.log))
         highest = max(max(bytes_[start : end + 1]) for start, end in steps)
         counts.append((highest, max(bytes_[:trained]), max(bytes_[trained:])))

@@ -9,9 +9,9 @@ import torch
 
 from revzoo.errors import SpecError
 from revzoo.training import epochs
-from revzoo.training.class_weights import weigh_classes
 from revzoo.training.loop import resume, train
-from revzoo.training.setup import Loss, build_run
+from revzoo.training.loss import Loss, weigh_classes
+from revzoo.training.setup import build_run
 
 
 def test_balanced_weights_are_those_of_scikit_learn(recipe, image_folder, tmp_path):

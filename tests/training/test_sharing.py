@@ -15,10 +15,9 @@ from revzoo.data.random import derive_seed
 from revzoo.errors import CheckpointError, InputError
 from revzoo.training import epochs, loop
 from revzoo.training.loop import resume, train
-from revzoo.training.mixup import SharedMixup
+from revzoo.training.loss import SharedMixup
 from revzoo.training.processes import Shares
-from revzoo.training.run_folder import RunFolder
-from revzoo.training.seal import CHECKSUMS, seal
+from revzoo.training.run_folder import CHECKSUMS, RunFolder, seal
 from revzoo.training.setup import _share_batch
 
 WHOLE = 24

@@ -13,10 +13,10 @@ from revzoo.errors import CheckpointError, InputError, RevzooError
 from revzoo.training.evaluation import evaluate_checkpoint
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.loop import resume, train
+from revzoo.training.loss import Loss
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.run_folder import RunFolder
-from revzoo.training.setup import Loss
 
 SMALL = "stem.width=16,block.f.heads=2,stages.0.width=16,stages.0.depth=1"
 FAST = ["train.epochs=2", "train.accumulate=2", "schedule.warmup_epochs=0"]

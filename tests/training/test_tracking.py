@@ -26,7 +26,7 @@ def test_tensorboard(recipe, tmp_path, read_records):
 
 
 def test_a_tracker_that_is_not_installed(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("revzoo.training.tracking.get_available_trackers", list)
+    monkeypatch.setattr("revzoo.training.processes.get_available_trackers", list)
     with pytest.raises(SpecError, match=r"train.track: found \['comet_ml'\]; .* python -m pip install comet-ml"):
         train(recipe("train.track=[comet_ml]"), tmp_path / "run")
 
