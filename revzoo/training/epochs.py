@@ -18,6 +18,7 @@ from revzoo.display.figures.curves import plot_curves
 from revzoo.errors import RecoveryError
 from revzoo.file import write_atomically
 from revzoo.format import count_noun
+from revzoo.metric import CHOSEN
 from revzoo.model.compile_steps import compile_steps
 from revzoo.training.captured_step import EAGER_STEPS, CapturedStep
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights
@@ -39,20 +40,19 @@ class Summary:
 
     Args:
         folder: folder of the run.
-        top1: top-1 after the last epoch [%].
-        best_top1: best top-1 of all epochs [%].
+        score: the CHOSEN metric after the last epoch.
+        best_score: best of all epochs.
         best_epoch: first epoch that reached it, from 1.
     """
 
     folder: Path
-    top1: float
-    best_top1: float
+    score: float
+    best_score: float
     best_epoch: int
 
     def __str__(self) -> str:
-        return (
-            f"top-1 {self.top1:.2f} % after the last epoch, {self.best_top1:.2f} % after epoch {self.best_epoch}: {self.folder}"
-        )
+        last, best = CHOSEN.format(self.score), CHOSEN.format(self.best_score)
+        return f"{CHOSEN.label} {last} after the last epoch, {best} after epoch {self.best_epoch}: {self.folder}"
 
 
 def train_epochs(run: Run) -> Summary:
@@ -88,18 +88,18 @@ def train_epochs(run: Run) -> Summary:
                 raise Interrupted(run.folder.path, signum)
         run.upload.wait()
         _save_curves(run)
-    summary = Summary(run.folder.path, progress.top1, progress.best_top1, progress.best_epoch)
+    summary = Summary(run.folder.path, progress.score, progress.best_score, progress.best_epoch)
     run.display.console.print(str(summary))
     return summary
 
 
 def _has_lost_patience(run: Run) -> bool:
-    """Return, and say, whether training ends early because top-1 has not become better for so many epochs."""
+    """Return, and say, whether training ends early because the metric has not become better for so many epochs."""
     patience, progress = run.recipe.train.patience, run.progress
     if patience is None or progress.epoch - progress.best_epoch < patience:
         return False
     waited = count_noun(progress.epoch - progress.best_epoch, "epoch")
-    run.display.console.print(f"Stopping early: no better top-1 in the last {waited}.")
+    run.display.console.print(f"Stopping early: no better {CHOSEN.label} in the last {waited}.")
     return True
 
 
@@ -190,8 +190,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         "lr": max(group["lr"] for group in run.optimizer.param_groups),  # of the next update
         "train_loss": progress.loss_sum / progress.examples,
         "loss": scores.loss,
-        "top1": scores.top1,
-        "top5": scores.top5,
+        **scores.metrics,
         "seconds": progress.seconds,
         f"{run.data.example_noun}_per_second": progress.examples / progress.seconds,
         "memory_bytes": _read_memory_bytes(),
@@ -199,15 +198,15 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     if run.coupling is not None:
         record |= run.coupling.at(progress.updates)
     run.upload.wait()
-    improved = scores.top1 > progress.best_top1
-    progress.top1 = scores.top1
+    progress.score = scores.metrics[CHOSEN.key]
+    improved = not progress.best_epoch or CHOSEN.is_better(progress.score, progress.best_score)
     if improved:
-        progress.best_top1, progress.best_epoch = scores.top1, epoch + 1
+        progress.best_score, progress.best_epoch = progress.score, epoch + 1
     _write_epoch(run, record, improved)
     progress.epoch, progress.batch, progress.examples = epoch + 1, 0, 0
     progress.loss_sum, progress.seconds = 0.0, 0.0
     save_state(run)
-    run.display.end_epoch(record, progress.best_top1)
+    run.display.end_epoch(record, progress.best_score)
     return 0
 
 
@@ -217,7 +216,7 @@ def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:
         "revzoo.recipe": run.recipe.to_yaml(),
         "revzoo.examples": json.dumps(run.origin.examples),
         "revzoo.epoch": str(record["epoch"]),
-        "revzoo.top1": repr(record["top1"]),
+        f"revzoo.{CHOSEN.key}": repr(record[CHOSEN.key]),
     }
     call_on_main(run.accelerator, lambda: _append_record(run, record))
     log_record(run.accelerator, record)

@@ -32,6 +32,7 @@ from revzoo.checkpoint.files import find_weights
 from revzoo.errors import CheckpointError, InputError, RevzooError, quote
 from revzoo.file import sync, write_text
 from revzoo.format import count_noun
+from revzoo.metric import CHOSEN
 from revzoo.spec.names import BEST_WEIGHTS, find_beside, find_inside
 from revzoo.training.terminal import has_lost_others
 
@@ -43,7 +44,7 @@ _TEMPORARY = re.compile(
     r"[\w-]+\.safetensors(\.index\.json)?)\.partial"
 )
 LOCK_SECONDS = 10.0  # a killed run's processes that load data may hold its lock a little longer
-_DRAWN = {"epoch", "train_loss", "loss", "top1"}  # what the curves need of every record
+_DRAWN = {"epoch", "train_loss", "loss", CHOSEN.key}  # what the curves need of every record
 
 
 @dataclass
@@ -60,9 +61,9 @@ class Progress:
         examples: examples of the current epoch that are done.
         processes: number of processes that saved the state.
         seconds: time spent on the current epoch.
-        top1: after the last complete epoch [%].
-        best_top1: best of all epochs [%].
-        best_epoch: first epoch that reached `best_top1`, from 1.
+        score: CHOSEN metric after the last complete epoch.
+        best_score: best of all epochs.
+        best_epoch: first epoch that reached `best_score`, from 1; 0 before there is one.
     """
 
     loss_sum: float = 0.0
@@ -72,8 +73,8 @@ class Progress:
     examples: int = 0
     processes: int = 1
     seconds: float = 0.0
-    top1: float = -1.0
-    best_top1: float = -1.0
+    score: float = 0.0
+    best_score: float = 0.0
     best_epoch: int = 0
 
 

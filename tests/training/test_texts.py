@@ -86,7 +86,7 @@ def test_a_run_is_resumed_and_evaluated(kind, tmp_path, small_recipe, tokenizer,
     assert len(records) == 2
     scores = evaluate_checkpoint(tmp_path / "cut" / "last.safetensors", ["data.batch_size=3"])
     assert scores.loss == pytest.approx(record["loss"], rel=1e-5)
-    assert (scores.top1, scores.label_noun) == (
+    assert (scores.metrics["top1"], scores.label_noun) == (
         pytest.approx(record["top1"]),
         {"characters": "bytes", "masked_lm": "tokens"}.get(kind, "texts"),
     )
