@@ -337,9 +337,6 @@ def test_nonsense_budgets(budget):
 
 
 def test_settings_of_memory_without_effect():
-    assert find_ineffective_settings(load_recipe("digits", ["memory.solver=knapsack"])) == [
-        "memory.solver has no effect with budget: null"
-    ]
     assert find_ineffective_settings(load_recipe("digits", ["memory.budget=1GiB", "memory.solver=knapsack"])) == []
     assert find_ineffective_settings(load_recipe("digits", ["memory.budget=1GiB", "model.schedule=store"])) == [
         "model.schedule has no effect with memory.budget"

@@ -66,17 +66,14 @@ def test_run_folder(recipe, tmp_path, shown, capsys, read_records):
 def test_the_start_names_frozen_parts_and_remarks_on_the_data(recipe, image_folder, tmp_path, capsys):
     (image_folder / "train" / "notes.txt").touch()
     data = [f"data.root={image_folder}", "data.name=folder", "data.batch_size=8", "data.shift=0"]
-    build_run(recipe(*data, "train.freeze=[stem]", "memory.solver=knapsack"), tmp_path / "run", resumed=False).print_start()
+    build_run(recipe(*data, "train.freeze=[stem]"), tmp_path / "run", resumed=False).print_start()
     out = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
         r"rev_vit_digits: (?P<all>[\d,]+) parameters \([\d,]+ of them trained\) on cpu; 8 images for training, 8 for testing, "
         "2 classes",
         out[0],
     )
-    assert out[1:] == [
-        f"Note: skipped in {image_folder}/train: 1 .txt.",
-        "Note: memory.solver has no effect with budget: null.",
-    ]
+    assert out[1:] == [f"Note: skipped in {image_folder}/train: 1 .txt."]
 
 
 def test_same_loss_in_every_mode(recipe, tmp_path, assert_same_run):
