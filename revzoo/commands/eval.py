@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     with show_status("evaluating"):
         from revzoo.checkpoint.index import read_index
+        from revzoo.metric import CHOSEN
         from revzoo.training.evaluation import evaluate_checkpoint, evaluate_pretrained
 
         shipped = arguments.pretrained
@@ -51,8 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
             print("revzoo: the loss is not finite: the model returns infinities or NaN.", file=sys.stderr)
             return 1
         return 0
-    same = abs(scores.top1 - entry.metric["top1"]) < 0.005  # the index has two decimals
-    print(f"The index says top-1 {entry.metric['top1']:.2f} %: {'the same' if same else 'NOT the same'}.")
+    expected = entry.metric[CHOSEN.key]
+    same = abs(scores.metrics[CHOSEN.key] - expected) < 0.005  # the index has two decimals
+    print(f"The index says {CHOSEN.label} {CHOSEN.format(expected)}: {'the same' if same else 'NOT the same'}.")
     return 0 if same else 1
 
 

@@ -5,11 +5,10 @@ import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from revzoo.commands.parser import DEVICE_HINT, Parser, declare_import, require_png, split_overrides
+from revzoo.commands.parser import DEVICE_HINT, Parser, declare_import, split_overrides
 from revzoo.errors import InputError, quote
 
 SUMMARY = "Train a model by a recipe."
-_PICTURE = Path("learning-rate.png")
 
 
 def declare(parser: Parser) -> None:
@@ -29,22 +28,15 @@ def declare(parser: Parser) -> None:
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
-        "--find-lr", action="store_true", help="train 100 updates with a rising learning rate, draw the loss, and suggest one"
-    )
-    instead.add_argument(
         "--print-config", action="store_true", help="print the recipe with all settings, and what each is, instead of training"
     )
     instead.add_argument(
         "--dry-run", action="store_true", help="stop before the first step: after data, model, memory, plan and gradients"
     )
     instead.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"with --find-lr: the picture (default: {_PICTURE})")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
     parser.add_argument(
         "--accept-changes", action="store_true", help="with --resume: go on although recipe or place of the data have changed"
-    )
-    parser.add_argument(
-        "--release-lock", action="store_true", help="with --resume: the process of another host that held the folder has ended"
     )
 
 
@@ -82,14 +74,8 @@ def _leave_group() -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     recipes, overrides = split_overrides(arguments.recipe)
-    if arguments.out is not None and arguments.find_lr:
-        raise InputError("--find-lr keeps nothing but a picture. Received: --out. Use --plot FILE.png for its name.")
     if arguments.out is not None and (arguments.print_config or arguments.dry_run):
         raise InputError("Only training writes a folder. Received: --out with --print-config or --dry-run. Leave one out.")
-    if arguments.plot is not None and not arguments.find_lr:
-        raise InputError(
-            "--plot is the picture of --find-lr. Received: --plot without it. A run draws curves.png in its folder."
-        )
     if arguments.resume is not None:
         if recipes or arguments.out is not None:
             raise InputError(
@@ -99,10 +85,10 @@ def _run(arguments: argparse.Namespace) -> int:
         with _show_status("loading the libraries"):
             from revzoo.training.loop import resume
 
-        resume(arguments.resume, overrides, accept_changes=arguments.accept_changes, release_lock=arguments.release_lock)
+        resume(arguments.resume, overrides, accept_changes=arguments.accept_changes)
         return 0
-    if arguments.release_lock or arguments.accept_changes:
-        raise InputError("--release-lock and --accept-changes are for runs that go on. Received: no --resume DIR.")
+    if arguments.accept_changes:
+        raise InputError("--accept-changes is for runs that go on. Received: no --resume DIR.")
     if len(recipes) > 1:
         words = [word for word in recipes[1:] if Path(word).exists()]
         example = quote(f"data.root={words[0]}") if words else "train.epochs=3"
@@ -112,14 +98,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
         source = recipes[0] if recipes else DEFAULT_RECIPE
         recipe = load_recipe(source, overrides, complete=not arguments.print_config)  # refused before the loop is imported
-    if arguments.find_lr:
-        with _show_status("loading the libraries"):
-            from revzoo.training.learning_rate import find_learning_rate
-
-        picture = arguments.plot or _PICTURE
-        require_png(picture)
-        print(f"The middle of the longest fall of the loss: optimizer.lr={find_learning_rate(recipe, picture):.1e}, {picture}")
-        return 0
     if arguments.print_config:
         with _show_status("reading the recipe"):
             from revzoo.training.recipe_text import write_recipe

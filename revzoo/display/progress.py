@@ -4,10 +4,13 @@ import sys
 import time
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from revzoo.data.base import Data
 from revzoo.format import format_bits, format_bytes
+from revzoo.metric import CHOSEN
 
 
 class TrainingDisplay:
@@ -16,20 +19,16 @@ class TrainingDisplay:
     Args:
         shown: whether this process prints anything.
         epochs: epochs of the whole training.
-        batches: batches per epoch.
+        data: what is trained on.
         batch_size: examples of one batch over all processes.
-        example_noun: what the examples are: "images" or "texts".
-        label_noun: what one label belongs to: "images", "texts", "tokens" or "bytes".
-        memory_noun: which memory is shown beside the counted one of the tables, such as "process".
     """
 
-    def __init__(
-        self, shown: bool, epochs: int, batches: int, batch_size: int, example_noun: str, label_noun: str, memory_noun: str
-    ):
+    def __init__(self, shown: bool, epochs: int, data: Data, batch_size: int):
         self.console = Console(quiet=not shown, markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
-        self.epochs, self.batches, self.batch_size = epochs, batches, batch_size
-        self.example_noun, self.label_noun, self.memory_noun = example_noun, label_noun, memory_noun
-        self.top1 = "-"
+        self.epochs, self.batches, self.batch_size = epochs, len(data.train), batch_size
+        self.example_noun, self.label_noun = data.example_noun, data.label_noun
+        self.memory_noun = "CUDA peak" if torch.cuda.is_available() else "process"  # neither is what the tables count
+        self.score = "-"
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=8),  # leaves room for the numbers on 80 columns
@@ -69,7 +68,7 @@ class TrainingDisplay:
             memory_bytes: memory in use.
         """
         rate = (done - self._first) * self.batch_size / (time.perf_counter() - self._began)
-        numbers = f"loss {loss:.4f} top-1 {self.top1} {rate:.0f} {self.example_noun}/s {self._describe(memory_bytes)}"
+        numbers = f"loss {loss:.4f} {CHOSEN.label} {self.score} {rate:.0f} {self.example_noun}/s {self._describe(memory_bytes)}"
         self._bar.update(self._task, completed=done, numbers=numbers)
 
     def end_epoch(self, record: dict[str, Any], best: float) -> None:
@@ -77,14 +76,14 @@ class TrainingDisplay:
 
         Args:
             record: its metrics, as in metrics.jsonl.
-            best: best top-1 of all epochs [%].
+            best: best CHOSEN metric of all epochs.
         """
-        self.top1 = f"{record['top1']:.2f} %"
+        self.score = CHOSEN.format(record[CHOSEN.key])
         loss = f"{record['loss']:.4f}{format_bits(record['loss'], self.label_noun, prefix=', ')}"
         rate = f"{record[f'{self.example_noun}_per_second']:.0f} {self.example_noun}/s"
         self.console.print(
             f"epoch {record['epoch']:>{len(str(self.epochs))}}/{self.epochs}  train loss {record['train_loss']:.4f}  "
-            f"test loss {loss}  top-1 {self.top1} (best {best:.2f})  "
+            f"test loss {loss}  {CHOSEN.label} {self.score} (best {best:.2f})  "
             f"{rate}  {self._describe(record['memory_bytes'])}  {record['seconds']:.1f} s"
         )
 

@@ -16,8 +16,8 @@ from revzoo.file import write_atomically
 from revzoo.format import format_bytes
 from revzoo.planning.budget import parse_budget
 from revzoo.planning.plan import Plan
-from revzoo.training.main_process import call_on_all, call_on_main
 from revzoo.training.planned_step import PlannedStep, make_planned_step
+from revzoo.training.processes import call_on_all, call_on_main
 from revzoo.training.setup import Run
 
 

@@ -18,17 +18,17 @@ from revzoo.display.figures.curves import plot_curves
 from revzoo.errors import RecoveryError
 from revzoo.file import write_atomically
 from revzoo.format import count_noun
+from revzoo.metric import CHOSEN
 from revzoo.model.compile_steps import compile_steps
 from revzoo.training.captured_step import EAGER_STEPS, CapturedStep
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights
 from revzoo.training.evaluation import evaluate
 from revzoo.training.in_backward import update_in_backward
 from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
-from revzoo.training.main_process import call_on_main
+from revzoo.training.processes import call_on_main
 from revzoo.training.setup import Run
-from revzoo.training.state import save_state
-from revzoo.training.statistics import share_statistics
-from revzoo.training.upload import saving
+from revzoo.training.state import save_state, share_statistics
+from revzoo.training.tracking import log_record, open_trackers
 
 _CHECK_EVERY = 10  # updates between two checks of the loss, each of which makes the host wait for the GPU
 
@@ -39,20 +39,19 @@ class Summary:
 
     Args:
         folder: folder of the run.
-        top1: top-1 after the last epoch [%].
-        best_top1: best top-1 of all epochs [%].
+        score: the CHOSEN metric after the last epoch.
+        best_score: best of all epochs.
         best_epoch: first epoch that reached it, from 1.
     """
 
     folder: Path
-    top1: float
-    best_top1: float
+    score: float
+    best_score: float
     best_epoch: int
 
     def __str__(self) -> str:
-        return (
-            f"top-1 {self.top1:.2f} % after the last epoch, {self.best_top1:.2f} % after epoch {self.best_epoch}: {self.folder}"
-        )
+        last, best = CHOSEN.format(self.score), CHOSEN.format(self.best_score)
+        return f"{CHOSEN.label} {last} after the last epoch, {best} after epoch {self.best_epoch}: {self.folder}"
 
 
 def train_epochs(run: Run) -> Summary:
@@ -73,7 +72,7 @@ def train_epochs(run: Run) -> Summary:
         run.display.console.print(f"The {len(run.model.steps)} steps are compiled, each kind of step when it first runs.")
     in_backward = run.recipe.train.optimizer_in_backward  # from here on: what runs before must not change the weights
     updates = update_in_backward(run.optimizer.optimizer) if in_backward else nullcontext()
-    tracked = run.tracking.open(progress.epoch)
+    tracked = open_trackers(run.accelerator, run.recipe, run.folder.path)
     with run.display, StopSignal(run.accelerator) as stop, updates, tracked, run.upload.complete():
         for epoch in range(progress.epoch, run.recipe.train.epochs):
             if _has_lost_patience(run):
@@ -88,18 +87,18 @@ def train_epochs(run: Run) -> Summary:
                 raise Interrupted(run.folder.path, signum)
         run.upload.wait()
         _save_curves(run)
-    summary = Summary(run.folder.path, progress.top1, progress.best_top1, progress.best_epoch)
+    summary = Summary(run.folder.path, progress.score, progress.best_score, progress.best_epoch)
     run.display.console.print(str(summary))
     return summary
 
 
 def _has_lost_patience(run: Run) -> bool:
-    """Return, and say, whether training ends early because top-1 has not become better for so many epochs."""
+    """Return, and say, whether training ends early because the metric has not become better for so many epochs."""
     patience, progress = run.recipe.train.patience, run.progress
     if patience is None or progress.epoch - progress.best_epoch < patience:
         return False
     waited = count_noun(progress.epoch - progress.best_epoch, "epoch")
-    run.display.console.print(f"Stopping early: no better top-1 in the last {waited}.")
+    run.display.console.print(f"Stopping early: no better {CHOSEN.label} in the last {waited}.")
     return True
 
 
@@ -109,7 +108,7 @@ def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     losses = torch.zeros((), dtype=torch.float64, device=accelerator.device)  # of batches that are not yet in the epoch's sum
     before, began, signum = progress.seconds, time.perf_counter(), 0
     run.wrapped.train()
-    for batch, labels in run.train_loader:
+    for batch, labels in run.data.train:
         with _say_when(run):
             losses += train_batch(run, batch, labels, (options.seed, epoch, progress.batch)).detach() * len(batch)
         progress.batch += 1
@@ -122,13 +121,13 @@ def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         if run.ema is not None:
             run.ema.update(run.model, progress.updates)
         signum = stop.poll()
-        if signum or progress.updates % _CHECK_EVERY == 0 or progress.batch == len(run.train_loader):
+        if signum or progress.updates % _CHECK_EVERY == 0 or progress.batch == len(run.data.train):
             add_losses(run, losses)
             run.upload.collect()
             run.display.step(progress.batch, progress.loss_sum / progress.examples, _read_memory_bytes())
         if signum:
             break
-        if options.save_every and progress.updates % options.save_every == 0 and progress.batch < len(run.train_loader):
+        if options.save_every and progress.updates % options.save_every == 0 and progress.batch < len(run.data.train):
             progress.seconds = before + time.perf_counter() - began
             add_losses(run, losses)
             save_state(run)
@@ -146,7 +145,7 @@ def train_batch(run: Run, batch: torch.Tensor, labels: torch.Tensor, key: tuple[
     """
     accelerator, clip_grad = run.accelerator, run.recipe.train.clip_grad
     with accelerator.accumulate(*(() if run.mesh is not None else (run.wrapped,))):
-        batch, targets = run.mix(batch, labels, *key)
+        batch, targets = run.loss.mix(batch, labels, *key)
         reseed(*key, run.shares.own)
         if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
             run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
@@ -178,7 +177,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     share_statistics(run)
     check_weights(run)
     try:
-        batches = stop.watch(run.test_loader)
+        batches = stop.watch(run.data.test)
         scores = evaluate(run.evaluated, batches, accelerator, run.data.label_noun)
     except StopRequested as caught:
         return caught.signum
@@ -189,8 +188,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         "lr": max(group["lr"] for group in run.optimizer.param_groups),  # of the next update
         "train_loss": progress.loss_sum / progress.examples,
         "loss": scores.loss,
-        "top1": scores.top1,
-        "top5": scores.top5,
+        **scores.metrics,
         "seconds": progress.seconds,
         f"{run.data.example_noun}_per_second": progress.examples / progress.seconds,
         "memory_bytes": _read_memory_bytes(),
@@ -198,15 +196,15 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     if run.coupling is not None:
         record |= run.coupling.at(progress.updates)
     run.upload.wait()
-    improved = scores.top1 > progress.best_top1
-    progress.top1 = scores.top1
+    progress.score = scores.metrics[CHOSEN.key]
+    improved = not progress.best_epoch or CHOSEN.is_better(progress.score, progress.best_score)
     if improved:
-        progress.best_top1, progress.best_epoch = scores.top1, epoch + 1
+        progress.best_score, progress.best_epoch = progress.score, epoch + 1
     _write_epoch(run, record, improved)
     progress.epoch, progress.batch, progress.examples = epoch + 1, 0, 0
     progress.loss_sum, progress.seconds = 0.0, 0.0
     save_state(run)
-    run.display.end_epoch(record, progress.best_top1)
+    run.display.end_epoch(record, progress.best_score)
     return 0
 
 
@@ -216,22 +214,22 @@ def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:
         "revzoo.recipe": run.recipe.to_yaml(),
         "revzoo.examples": json.dumps(run.origin.examples),
         "revzoo.epoch": str(record["epoch"]),
-        "revzoo.top1": repr(record["top1"]),
+        f"revzoo.{CHOSEN.key}": repr(record[CHOSEN.key]),
     }
     call_on_main(run.accelerator, lambda: _append_record(run, record))
+    log_record(run.accelerator, record)
     for file in (run.folder.last, run.folder.best) if improved else (run.folder.last,):
         _save_weights(run, file, metadata)
 
 
 def _append_record(run: Run, record: dict[str, Any]) -> None:
-    with saving(run.folder):
+    with run.folder.saving():
         run.folder.append_record(record)
-    run.tracking.log(record)
 
 
 def _save_weights(run: Run, file: Path, metadata: dict[str, str]) -> None:
     def save() -> None:
-        with saving(run.folder):
+        with run.folder.saving():
             files.save_weights(run.evaluated, file, metadata)
 
     if run.mesh is None:
@@ -248,6 +246,5 @@ def _read_memory_bytes() -> int:
 def _save_curves(run: Run) -> None:
     records = run.folder.read_records()
     if run.accelerator.is_main_process and records:
-        with saving(run.folder):
+        with run.folder.saving():
             write_atomically(run.folder.curves, lambda path: plot_curves(records, path))
-        run.tracking.show(run.folder.curves, run.progress.epoch)

@@ -1,10 +1,10 @@
-"""Top-1, top-5 and loss on a data set. Each example counts exactly once, however many processes share the work."""
+"""Metrics and loss on a data set. Each example counts exactly once, however many processes share the work."""
 
 import json
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +21,7 @@ from revzoo.data.loading import load_data
 from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import CheckpointError, InputError, MissingFileError, RevzooError, SpecError, join_names, quote
 from revzoo.format import count_noun, format_bits
+from revzoo.metric import METRICS
 from revzoo.model.create import create
 from revzoo.model.network import Model
 from revzoo.spec.loading import load_spec
@@ -41,16 +42,14 @@ class Scores:
     """Accuracy and loss of a classifier or a language model on a data set.
 
     Args:
-        top1: share of labels that have the highest logit [%].
-        top5: share of labels among the five highest logits [%].
+        metrics: value of each of METRICS, by its key.
         loss: mean cross-entropy [nats], without label smoothing.
         count: number of labels.
         label_noun: what one label belongs to: "images", "texts", "tokens" or "bytes".
         notes: remarks on the data, such as which files were skipped.
     """
 
-    top1: float
-    top5: float
+    metrics: Mapping[str, float]
     loss: float
     count: int
     label_noun: str = "images"
@@ -59,7 +58,8 @@ class Scores:
     def __str__(self) -> str:
         loss = f"loss {self.loss:.4f}{format_bits(self.loss, self.label_noun, prefix=', ')}"
         labels = count_noun(self.count, self.label_noun.removesuffix("s"))
-        return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, {loss} on {labels}"
+        metrics = ", ".join(f"{metric.label} {metric.format(self.metrics[metric.key])}" for metric in METRICS)
+        return f"{metrics}, {loss} on {labels}"
 
 
 @torch.no_grad()
@@ -79,23 +79,24 @@ def evaluate(
     """
     training = model.training
     model.eval()
-    sums = torch.zeros(4, dtype=torch.float64)
+    sums = torch.zeros(2 + len(METRICS), dtype=torch.float64)
     try:
         for batch, labels in loader:
             sums += _sum_scores(model, batch, labels, accelerator)
     finally:
         model.train(training)
-    loss, hits1, hits5, count = sums.tolist()
-    return Scores(100 * hits1 / count, 100 * hits5 / count, loss / count, int(count), label_noun)
+    loss, count, *totals = sums.tolist()
+    metrics = {metric.key: metric.scale * total / count for metric, total in zip(METRICS, totals, strict=True)}
+    return Scores(metrics, loss / count, int(count), label_noun)
 
 
 def _sum_scores(model: nn.Module, batch: Tensor, labels: Tensor, accelerator: Accelerator) -> Tensor:
-    """Return loss, hits among one and among five, and count, each summed over a batch of every process."""
+    """Return loss, count and metrics, each summed over a batch of every process."""
     with accelerator.autocast():
         logits = model(batch).float()
     losses = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORED)
-    best = logits.topk(min(5, logits.shape[-1])).indices == labels[..., None]
-    parts = losses.view_as(labels), best[..., 0], best.any(-1), labels != IGNORED
+    counted = labels != IGNORED
+    parts = losses.view_as(labels), counted, *(metric.measure(logits, labels) * counted for metric in METRICS)
     # Summed for each example before gathering, because the lengths of batches of texts differ between processes.
     rows = torch.stack([part.double().view(len(labels), -1).sum(1) for part in parts], 1)
     gathered: Tensor = accelerator.gather(rows)

@@ -9,33 +9,31 @@ the kernels are deterministic, as on CPUs. Another number of processes may resum
 the current update is finished and a state is saved; a killed run resumes from its newest state.
 """
 
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from revzoo.display.console import show_status
 from revzoo.display.tables.memory import MemoryTable
-from revzoo.errors import MissingValueError
+from revzoo.errors import InputError, MissingValueError
 from revzoo.file import sync
 from revzoo.format import count_noun
 from revzoo.planning.plan import Plan
+from revzoo.spec.parsing import to_plain
+from revzoo.spec.tree import find_differences
 from revzoo.training.budget import apply_plan, save_plan
-from revzoo.training.change import check_changes, needs_new_plan
 from revzoo.training.epochs import Summary, train_epochs
-from revzoo.training.lock import hold_lock
-from revzoo.training.main_process import call_on_all, call_on_main
 from revzoo.training.options import Recipe
-from revzoo.training.origin import read_begun
+from revzoo.training.origin import check_changes, needs_new_plan, read_begun
 from revzoo.training.planned_step import WholeStep
-from revzoo.training.processes import follow_launcher
+from revzoo.training.processes import call_on_all, call_on_main, count_restarts, follow_launcher, make_accelerator
 from revzoo.training.recipe import load_recipe
-from revzoo.training.restart import find_own_folder, name_agents, sign_folder
 from revzoo.training.run_folder import RunFolder, claim_free_folder, name_run
-from revzoo.training.setup import Run, build_run, make_accelerator
+from revzoo.training.setup import Run, build_run
 from revzoo.training.state import load_state, save_state
 from revzoo.training.terminal import send_output_to
 from revzoo.training.verification import describe_gradients
@@ -48,9 +46,11 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
 
     Args:
         recipe: what to train, on which data, how.
-        out: folder of the run, new or empty; None: runs/<recipe>, with a number appended if that exists.
+        out: folder of the run, new or empty; None: runs/<recipe>, with a number appended if that exists. Where torchrun has
+            started its processes again, a run by the same recipe in this folder goes on.
 
     Raises:
+        InputError: torchrun is to start the processes again, and no folder is named.
         SpecError: recipe, spec and data contradict one another.
         DataError: the data cannot be used.
         BudgetError: no schedule fits the recipe's memory budget; the folder is then not made.
@@ -58,19 +58,18 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         Interrupted: stopped by a signal, after everything was saved.
     """
     recipe = follow_launcher(recipe)
+    if out is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        raise InputError("With --max-restarts a run needs a folder, in which it goes on after a restart: add --out DIR.")
     accelerator = make_accelerator(recipe)
-    agents = name_agents()
-    [own] = broadcast_object_list([find_own_folder(_RUNS, name_run(recipe.file), out, agents)])
-    if own is not None and own.is_begun():
-        call_on_main(accelerator, lambda: sign_folder(own, agents))  # those that are new, too
-        return resume(own.path, release_lock=True)  # torchrun has ended the processes that held it
-    with _claim_folder(recipe, out if own is None else own.path, accelerator) as folder:  # too small a budget leaves none
+    if out is not None and call_on_main(accelerator, lambda: _was_begun(recipe, out)):
+        return resume(out)
+    with _claim_folder(recipe, out, accelerator) as folder:  # too small a budget leaves none
         run = _build_run(recipe, folder.path, accelerator)
         run.print_start()
         plan = _apply_plan(run)
     with _hold_folder(folder, accelerator):
-        call_on_main(accelerator, lambda: sign_folder(folder, agents))
-        call_on_main(accelerator, lambda: _create(run))
+        call_on_main(accelerator, folder.require_free)  # another run may have begun there in the meantime
+        call_on_main(accelerator, lambda: _describe(run))
         send_output_to(folder.logs)
         return _begin(run, plan)
 
@@ -92,6 +91,14 @@ def preview(recipe: Recipe) -> None:
         run.print_start()
         _print_setting(run, _apply_plan(run))
         run.display.console.print("Dry run: nothing was trained, and nothing is written.")
+
+
+def _was_begun(recipe: Recipe, out: Path) -> bool:
+    """Return whether torchrun starts this training again, which it has begun in this folder, after a process has died."""
+    if not count_restarts() or not RunFolder(out).is_begun():
+        return False
+    changes = find_differences(to_plain(follow_launcher(load_recipe(out))), to_plain(recipe))
+    return all(path.startswith(("data.augment.", "data.text.tokenizer")) for path in changes)  # which weights may have set
 
 
 def _build_run(
@@ -128,12 +135,6 @@ def _claim_folder(recipe: Recipe, out: Path | None, accelerator: Accelerator) ->
         raise
 
 
-def _create(run: Run) -> None:
-    """Write into a new folder what is trained; InputError if another run has begun there in the meantime."""
-    run.folder.require_free()
-    _describe(run)
-
-
 def _describe(run: Run) -> None:
     run.origin.save(run.folder.states)  # before the recipe, which makes the folder that of a run
     sync(run.folder.origin)
@@ -141,10 +142,10 @@ def _describe(run: Run) -> None:
 
 
 @contextmanager
-def _hold_folder(folder: RunFolder, accelerator: Accelerator, *, release: bool = False) -> Iterator[None]:
+def _hold_folder(folder: RunFolder, accelerator: Accelerator) -> Iterator[None]:
     """Hold the folder's lock in the main process, for all of them."""
     with ExitStack() as held:
-        call_on_main(accelerator, lambda: held.enter_context(hold_lock(folder.lock, folder.path, release=release)))
+        call_on_main(accelerator, lambda: held.enter_context(folder.hold_lock()))
         yield
 
 
@@ -171,19 +172,18 @@ def _print_setting(run: Run, plan: Plan | None) -> None:
     _verify_gradients(run)
 
 
-def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool = False, release_lock: bool = False) -> Summary:
+def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool = False) -> Summary:
     """Resume a run from its newest state, with the recipe and spec in its folder; raises as `train` does.
 
     Args:
         folder: folder of the run.
         overrides: changes to its recipe that make sense in the middle of a run, such as `train.epochs=20`.
         accept_changes: accept all such changes, also those that were made in the folder's files or in the data's place.
-        release_lock: the process of another host that held the folder's lock does not run any more.
 
     Raises:
         CheckpointError: the folder is not that of a run, or no state in it is whole.
-        LockedError: another process works in the folder.
-        InputError: recipe, spec, classes or examples are not those the run was started with; all changes are listed.
+        InputError: another process works in the folder, or recipe, spec, classes or examples are not those the run was
+            started with; all changes are listed.
     """
     overrides = list(overrides)
     typed = [override.partition("=")[0] for override in overrides]
@@ -191,7 +191,7 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
     run_folder.require_run()
     recipe = follow_launcher(load_recipe(folder / "config.yaml", overrides))
     accelerator = make_accelerator(recipe)
-    with _hold_folder(run_folder, accelerator, release=release_lock):
+    with _hold_folder(run_folder, accelerator):
         send_output_to(run_folder.logs)
         call_on_main(accelerator, run_folder.sweep)
         if call_on_main(accelerator, run_folder.is_untouched):
@@ -200,7 +200,7 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
         run = _build_run(recipe, folder, accelerator, resumed=True)
         for line in damage:
             run.display.console.print(line)
-        changes = check_changes(run, typed, accept_changes)
+        changes = check_changes(run_folder, run.origin, run.recipe, run.progress.epoch, typed, accept_changes)
         return _go_on(run, changes)
 
 

@@ -1,13 +1,14 @@
-"""timm's optimizers: which options each of them accepts, and how it is made."""
+"""timm's optimizers and learning-rate schedules: which options they accept, and how they are made."""
 
 from inspect import signature
 from typing import Any, cast
 
 from timm.optim import create_optimizer_v2, get_optimizer_info, param_groups_layer_decay, param_groups_weight_decay
+from timm.scheduler import create_scheduler_v2
 from torch import nn
 from torch.optim import Optimizer
 
-from revzoo.training.options import DecayedParameters
+from revzoo.training.options import DecayedParameters, Recipe
 
 
 class OptimizerError(Exception):
@@ -53,3 +54,51 @@ def make_optimizer(
         return create_optimizer_v2(parameters, opt, lr, weight_decay, layer_decay=layer_decay, **arguments)
     except (TypeError, ValueError, LookupError, AssertionError, ImportError, RuntimeError) as error:
         raise OptimizerError(f"{type(error).__name__}: {error}") from error
+
+
+def make_recipe_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+    """Return the recipe's optimizer for a model. Raises SpecError if timm cannot make it on this machine."""
+    options = recipe.optimizer
+    values = {name: getattr(options, name) for name in find_accepted_options(options.opt)}
+    arguments = {name: value for name, value in values.items() if value is not None}
+    try:
+        return make_optimizer(
+            model,
+            options.opt,
+            options.lr,
+            options.weight_decay,
+            weight_decay_of=options.weight_decay_of,
+            layer_decay=options.layer_decay,
+            **arguments,
+        )
+    except OptimizerError as error:
+        allowed = f"what timm's {options.opt} accepts on this machine"
+        raise recipe.error("optimizer.opt", str(error), allowed) from error
+
+
+def make_scheduler(recipe: Recipe, optimizer: Optimizer, updates_per_epoch: int) -> Any:
+    """Return timm's schedule of the learning rate, to be stepped once per update."""
+    options = recipe.schedule
+    decay = {"decay_epochs": options.decay_epochs, "decay_rate": options.decay_rate}
+    name = options.sched
+    if name == "constant":  # which timm has since 1.0.30, and makes of the same steps
+        name, decay = "step", {"decay_epochs": 1, "decay_rate": 1.0}
+    starts_after_warm_up = options.warmup_prefix or name == "linear"
+    if name == "linear":
+        name, decay = "poly", {"decay_rate": 1.0}
+    epochs = recipe.train.epochs - (options.warmup_epochs if starts_after_warm_up else 0)
+    arguments: dict[str, Any] = {key: value for key, value in decay.items() if value is not None}
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        name,
+        num_epochs=epochs,
+        warmup_epochs=options.warmup_epochs,
+        warmup_prefix=starts_after_warm_up,
+        warmup_lr=options.warmup_lr,
+        min_lr=options.min_lr,
+        decay_milestones=list(options.decay_milestones),
+        step_on_epochs=False,
+        updates_per_epoch=updates_per_epoch,
+        **arguments,
+    )
+    return scheduler

@@ -5,9 +5,10 @@ would show some examples twice, and another optimizer would meet the state of th
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate.utils import broadcast_object_list, gather_object
 
@@ -145,3 +146,97 @@ def _compare_names(before: list[str], now: list[str]) -> str:
     gone, new = [name for name in before if name not in present], [name for name in now if name not in old]
     sides = [f"{join_names(names)} only {when}" for names, when in ((gone, "at the start"), (new, "now")) if names]
     return ", ".join(sides) or "the same names, in another order"
+
+
+# What can change between two updates and then does what it says. Everything else has no effect in a resumed run, as the weights
+# to start from, or contradicts what was done before, as another optimizer or batch size.
+_CHANGEABLE = (
+    "data.augment",
+    "data.num_workers",
+    "data.root",
+    "data.shift",
+    "data.text.tokenizer",
+    "memory",
+    "mixup",
+    "model.exact",
+    "model.schedule",
+    "train.class_weights",
+    "train.clip_grad",
+    "train.compile",
+    "train.cuda_graph",
+    "train.epochs",
+    "train.keep_states",
+    "train.label_smoothing",
+    "train.mixed_precision",
+    "train.offload",
+    "train.optimizer_in_backward",
+    "train.patience",
+    "train.save_every",
+    "train.shard",
+    "train.timeout_seconds",
+    "train.track",
+)
+_PLANNED = (
+    "memory",
+    "mixup",
+    "model.exact",
+    "train.mixed_precision",
+    "train.offload",
+    "train.optimizer_in_backward",
+    "train.shard",
+)  # of these, what a plan depends on
+_WITHOUT_END = ("constant", "step", "multistep")  # schedules that do not depend on the number of epochs
+
+
+def check_changes(
+    folder: RunFolder, now: Origin, recipe: Recipe, done: int, typed: Iterable[str], accept: bool
+) -> dict[str, str]:
+    """Return what has changed since a run was started, if it can go on like this: by path, in words.
+
+    Args:
+        folder: of the run; its newest state says what it was started with.
+        now: what it is made of now.
+        recipe: the recipe now.
+        done: epochs that are done.
+        typed: paths of the recipe that the user has just set, which accepts their changes.
+        accept: accept every change that makes sense.
+
+    Raises:
+        InputError: something has changed that cannot, or that nobody has accepted. All changes are listed.
+        CheckpointError: the newest state does not say what the run was started with.
+    """
+    changes = read_origin(folder).list_changes(now)
+    lines = [f"{path}: {words}" for path, words in changes.items()]
+    impossible = [path for path in changes if not _is_within(path, _CHANGEABLE)]
+    if impossible:
+        _refuse(
+            folder, lines, f"A resumed run cannot change {join_names(impossible, most=6)}. Put that back, or start a new run."
+        )
+    if recipe.train.epochs < done:
+        _refuse(folder, lines, f"{done} epochs are done. Use train.epochs={done} or more.")
+    if "train.epochs" in changes and (reason := _find_end(recipe)) and not accept:
+        remedy = f"Accept the jump with --accept-changes, or start a new run{folder.say_from_weights()}."
+        _refuse(folder, lines, f"{reason} reaches its end in the last epoch, so it would jump. {remedy}")
+    if not accept and any(not _is_within(path, typed) for path in changes):
+        _refuse(folder, lines, "Put it back, or accept it with --accept-changes.")
+    return changes
+
+
+def needs_new_plan(changed: Iterable[str]) -> bool:
+    """Return whether a plan made before these paths of the recipe were changed holds no more."""
+    return any(_is_within(path, _PLANNED) for path in changed)
+
+
+def _refuse(folder: RunFolder, lines: list[str], remedy: str) -> NoReturn:
+    raise InputError("\n  ".join([f"{folder.path} was started with something else:", *lines]) + f"\n{remedy}")
+
+
+def _find_end(recipe: Recipe) -> str:
+    """Return in words which schedule depends on the number of epochs, or an empty string."""
+    if recipe.coupling is not None:
+        return "The schedule of the coupling"
+    return "" if recipe.schedule.sched in _WITHOUT_END else f"schedule.sched={recipe.schedule.sched}"
+
+
+def _is_within(path: str, sections: Iterable[str]) -> bool:
+    return any(path == section or path.startswith(f"{section}.") for section in sections)

@@ -50,7 +50,7 @@ class PlannedStep(ABC):
             self._batch = run.model.example_input(run.batch_size, "cpu")
             # A language model has one label for each id; the loss flattens them as they are here.
             labels = torch.zeros(self._batch.numel() if run.data.num_classes is None else len(self._batch), dtype=torch.int64)
-            targets = run.mix(self._batch.clone(), labels, recipe.train.seed)[1]
+            targets = run.loss.mix(self._batch.clone(), labels, recipe.train.seed)[1]
         self._batch, self._targets = self._batch.to(device), targets.to(device)
         ahead = self._batch.nbytes + labels.nbytes if device.type == "cpu" else 0
         soft = 0 if targets is labels else targets.nbytes

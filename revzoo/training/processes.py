@@ -7,13 +7,18 @@ Accelerate's configuration of FSDP2 means what `train.shard=full` means: its set
 """
 
 import os
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs, broadcast_object_list, gather_object
+from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -62,6 +67,34 @@ def follow_launcher(recipe: Recipe) -> Recipe:
     return followed
 
 
+def make_accelerator(recipe: Recipe) -> Accelerator:
+    """Return Accelerate's object for device, processes and the recipe's precision.
+
+    Raises:
+        SpecError: the precision is not one of this machine, or a tracker is not installed.
+    """
+    options = recipe.train
+    if options.mixed_precision == "fp16" and not torch.accelerator.is_available():
+        raise recipe.error("train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
+    if missing := [name for name in options.track if name not in map(str, get_available_trackers())]:
+        allowed = f"trackers whose package is installed: python -m pip install {' '.join(missing).replace('_', '-')}"
+        raise recipe.error("train.track", str(list(options.track)), allowed)  # which Accelerate would leave out
+    group: dict[str, Any] = {}
+    if options.timeout_seconds is not None:
+        group["timeout"] = timedelta(seconds=options.timeout_seconds)
+    if options.offload and torch.cuda.is_available():  # what lies on the host is added up there
+        group["backend"] = "cuda:nccl,cpu:gloo"
+    form_group_anew(**group)
+    handlers = [InitProcessGroupKwargs(**group)] if group else []
+    return open_accelerator(
+        options.mixed_precision,
+        gradient_accumulation_steps=options.accumulate,
+        kwargs_handlers=handlers,
+        log_with=list(options.track) or None,
+        project_dir=".",  # until there is a folder; TensorBoard's tracker wants one
+    )
+
+
 def open_accelerator(precision: str, **arguments: Any) -> Accelerator:
     """Return Accelerate's object. Without a GPU it has to be told to look for other processes on the CPU.
 
@@ -70,6 +103,38 @@ def open_accelerator(precision: str, **arguments: Any) -> Accelerator:
     if AcceleratorState._shared_state.get("_mixed_precision", precision) != precision:
         AcceleratorState._reset_state()  # as Transformers' TrainingArguments does
     return Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available(), **arguments)
+
+
+def form_group_anew(timeout: timedelta | None = None, backend: str | None = None) -> None:
+    """Form the group of the processes that torchrun has started again; at their first start, leave it to Accelerate.
+
+    torchrun keeps its store, with the addresses of the processes that have ended, which the new ones must not read. With
+    several machines, whose counts of restarts may differ, its TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes a new store instead.
+
+    Args:
+        timeout: how long a process waits for another; None: PyTorch's choice.
+        backend: of the group; None: "nccl" on GPUs, else "gloo".
+    """
+    start, is_shared = count_restarts(), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not (start and is_shared and os.environ["GROUP_WORLD_SIZE"] == "1") or distributed.is_initialized():
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = distributed.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
+    on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("1", "true", "yes")
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group(
+        backend or ("nccl" if on_gpu else "gloo"),
+        store=distributed.PrefixStore(f"start-{start}", store),  # type: ignore[attr-defined]
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timeout,
+    )
+
+
+def count_restarts() -> int:
+    """Return how often torchrun has started this process again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def make_run_mesh(recipe: Recipe, accelerator: Accelerator, *, begun: bool) -> DeviceMesh | None:
@@ -85,7 +150,7 @@ def make_run_mesh(recipe: Recipe, accelerator: Accelerator, *, begun: bool) -> D
         InputError: the processes cannot be arranged like this.
     """
     options, processes = recipe.train, accelerator.num_processes
-    is_alone = not torch.distributed.is_initialized()
+    is_alone = not distributed.is_initialized()
     if options.shard == "none" or (is_alone and begun):
         return None
     if is_alone:
@@ -118,3 +183,48 @@ class Shares:
     def of(cls, accelerator: Accelerator) -> "Shares":
         """Return the shares of the processes of a run."""
         return cls(accelerator.num_processes, accelerator.process_index)
+
+
+T = TypeVar("T")
+
+
+def call_on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
+    """Call a function in the main process and return its result, or raise its error, in every process.
+
+    The function must not wait for the other processes, which wait for its end here. If only the main process raised its error,
+    the others would wait for good.
+    """
+    result: T
+    [(result, error)] = broadcast_object_list([_call(function) if accelerator.is_main_process else None])
+    if error is not None:
+        raise error
+    return result
+
+
+def call_on_all(accelerator: Accelerator, function: Callable[[], T]) -> T:
+    """Call a function in every process and return its result; an error of any of them is raised in every process.
+
+    The function must not wait for the other processes.
+    """
+    result: T
+    result, own = _call(function)
+    errors = [error for error in (own, *gather_object([own])) if error is not None]
+    if errors:
+        raise errors[0]
+    return result
+
+
+def _call(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        return None, _make_portable(error)
+
+
+def _make_portable(error: Exception) -> Exception:
+    """Return the error, or its text as an error where it cannot be sent to other processes."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever an error raises that was not made for it
+        return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+    return error

@@ -1,7 +1,8 @@
 """Checks of a recipe beyond the types of its values: settings that contradict each other, or have no effect together."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -30,24 +31,23 @@ _READ_BY_SCHEDULE = {
     "poly": {"min_lr", "decay_rate"},
     "constant": set[str](),
 }
+# Options of `optimizer` that not all optimizers have.
+_NOT_OF_ALL = {"momentum", "betas", "eps", "foreach", "fused"}
+_Rule = tuple[bool, str, str]  # whether it is broken, by the setting at which path, and what would be allowed there
 
 
 def find_ineffective_settings(recipe: Recipe) -> list[str]:
     """Return a line for each setting that has no effect because of another one, or not the effect it seems to have."""
     from revzoo.training.optimizer import find_accepted_options
 
-    warm = {"warmup_prefix"} if recipe.schedule.sched in ("linear", "constant") or not recipe.schedule.warmup_epochs else set()
     decay = {"decay_milestones", "decay_epochs", "decay_rate", "min_lr"} - _READ_BY_SCHEDULE[recipe.schedule.sched]
     ruled_out = {
         ("data", recipe.data.name): _find_unread(recipe.data.name),
         ("data.text", recipe.data.name): {"label"} if recipe.data.name == "masked_lm" else set(),
         ("data.image", recipe.data.name): {"column"} if recipe.data.name == "wds" else set(),
-        ("optimizer", recipe.optimizer.opt): {"momentum", "betas", "eps"} - find_accepted_options(recipe.optimizer.opt),
+        ("optimizer", recipe.optimizer.opt): _NOT_OF_ALL - find_accepted_options(recipe.optimizer.opt),
         ("schedule", recipe.schedule.sched): decay,
-        ("schedule", f"sched={recipe.schedule.sched}, warmup_epochs={recipe.schedule.warmup_epochs}"): warm,
-        ("optimizer", "weight_decay=0"): set() if recipe.optimizer.weight_decay else {"weight_decay_of"},
         ("model", "memory.budget"): set() if recipe.memory.budget is None else {"schedule"},
-        ("memory", "budget: null"): {"solver"} if recipe.memory.budget is None else set(),
     }
     lines = [
         f"{section}.{f.name} has no effect with {choice}"
@@ -69,17 +69,90 @@ def _find_unread(name: str) -> set[str]:
 def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
     """Yield the problems of values that are each of the right type but do not go together, or that only timm knows."""
     yield from _find_optimizer_problems(tree)
-    if _value(tree, "train.optimizer_in_backward") is True:
-        yield from _find_needs_of_all_gradients(tree)
-    if _value(tree, "train.cuda_graph") is True:
-        yield from _find_needs_of_cuda_graphs(tree)
-    yield from _find_needs_of_shards(tree)
-    yield from _find_data_problems(tree)
-    yield from _find_model_problems(tree)
-    yield from _find_schedule_problems(tree)
-    yield from _find_mixup_problems(tree)
-    if isinstance(_value(tree, "coupling"), dict):
-        yield from _find_coupling_problems(tree)
+    if _value(tree, "model.pretrained") is True:
+        yield from _find_missing_weights(tree)
+    policy = _value(tree, "data.augment.auto_augment")
+    if isinstance(policy, str) and not _is_policy(policy):
+        yield _node(tree, "data.augment.auto_augment").problem("a timm policy, such as 'rand-m9-mstd0.5' or 'original'")
+    name = _value(tree, "data.name")
+    if isinstance(name, str) and name not in BUNDLED and not is_own(name) and _value(tree, "data.root") is None:
+        yield _node(tree, "data.root").problem(f"the folder of the data, for name: {name}", hint=" Add data.root=DIR.")
+    for rows in (_list_basic_rules, _list_coupling_rules, _list_update_rules):
+        for is_broken, path, allowed in rows(partial(_value, tree)):
+            if is_broken:
+                yield _node(tree, path).problem(allowed)
+
+
+def _list_basic_rules(get: Callable[[str], Any]) -> list[_Rule]:
+    name, sched, epochs, warm_up, batch = (
+        get(path) for path in ("data.name", "schedule.sched", "train.epochs", "schedule.warmup_epochs", "data.batch_size")
+    )
+    mixes = isinstance(get("mixup"), dict)
+    is_fresh = not (get("model.pretrained") or get("model.checkpoint"))  # a checkpoint may need its own head
+    falls_after = sched == "linear" or get("schedule.warmup_prefix") is True
+    lasts = isinstance(warm_up, int) and isinstance(epochs, int) and warm_up >= epochs > 0
+    rotated = "bicubic, bilinear, nearest or random with auto_augment, whose rotations have no others"
+    cannot_rotate = get("data.augment.auto_augment") is not None and get("data.augment.interpolation") in UNROTATED
+    has_no_milestones, is_odd = not get("schedule.decay_milestones"), isinstance(batch, int) and batch % 2 == 1
+    is_unmixed = not (get("mixup.mixup_alpha") or get("mixup.cutmix_alpha"))
+    return [
+        (get("model.name") == TO_BE_NAMED, "model.name", MODEL_NAME_ALLOWED),
+        (is_fresh and _sets_outputs(get("model.overrides")), "model.overrides", "no head.outputs: use model.num_outputs"),
+        (cannot_rotate, "data.augment.interpolation", rotated),
+        (sched == "multistep" and has_no_milestones, "schedule.decay_milestones", "a value, for sched: multistep"),
+        (sched == "step" and not get("schedule.decay_epochs"), "schedule.decay_epochs", "a value, for sched: step"),
+        (falls_after and lasts, "schedule.warmup_epochs", f"fewer than the {epochs} of train.epochs: the decay follows it"),
+        (mixes and name in TEXTS, "mixup", f"null, for name: {name}: ids cannot be mixed"),
+        (mixes and is_odd, "data.batch_size", "an even number: mixup pairs the images of a batch"),
+        (mixes and is_unmixed, "mixup", "mixup_alpha or cutmix_alpha above 0, or null for neither"),
+    ]
+
+
+def _list_coupling_rules(get: Callable[[str], Any]) -> list[_Rule]:
+    if not isinstance(get("coupling"), dict):
+        return []
+    moving = [f"coupling.{key}" for key in ("m", "alpha", "beta") if get(f"coupling.{key}") is not None]
+    first = (moving or ["coupling"])[0]
+    bits, has_budget = get("coupling.kept_bits"), get("memory.budget") is not None
+    rises = isinstance(bits, list) and bits != sorted(bits, reverse=True)
+    return [
+        (bits is None and not moving, "coupling", "kept_bits, or m, alpha or beta, or null for a coupling that stays"),
+        (has_budget and rises, "coupling.kept_bits", "the larger number first with memory.budget, whose plan is for the first"),
+        (bool(moving) and bits is not None, first, "null with coupling.kept_bits, which determines it"),
+        (bool(moving) and has_budget, first, "null with memory.budget: the plan would have to change with it"),
+    ]
+
+
+def _list_update_rules(get: Callable[[str], Any]) -> list[_Rule]:
+    """Return what optimizers inside backward, CUDA graphs and divided networks do not go with."""
+    in_backward, graph = get("train.optimizer_in_backward") is True, get("train.cuda_graph") is True
+    divides, compiles, lookahead = (
+        get("train.shard") not in (None, "none"),
+        get("train.compile") is True,
+        get("memory.lookahead"),
+    )
+    accumulates, is_fp16 = get("train.accumulate") not in (None, 1), get("train.mixed_precision") == "fp16"
+    inside, captured = "with train.optimizer_in_backward", "with train.cuda_graph"
+    clips, looks_ahead = get("train.clip_grad") is not None, lookahead not in (None, 0)
+    alone = "false with train.shard: the processes add up their gradients before an update"
+    whole = "with train.shard: none, or train.shard: full"
+    return [
+        (in_backward and accumulates, "train.accumulate", f"1 {inside}, which keeps no gradient for another batch"),
+        (in_backward and clips, "train.clip_grad", f"null {inside}: the norm is that of all gradients"),
+        (in_backward and is_fp16, "train.mixed_precision", f"bf16 or 'no' {inside}: fp16 looks at all gradients"),
+        (in_backward and looks_ahead, "memory.lookahead", f"0 {inside}: what is recovered ahead reads weights in an update"),
+        (in_backward and divides, "train.optimizer_in_backward", alone),
+        (graph and accumulates, "train.accumulate", f"1 {captured}"),
+        (graph and compiles, "train.compile", f"false {captured}"),
+        (graph and in_backward, "train.optimizer_in_backward", f"false {captured}"),
+        (graph and is_fp16, "train.mixed_precision", f"bf16 or 'no' {captured}: the scale of fp16 is not that of the graph"),
+        (graph and divides, "train.shard", f"none {captured}"),
+        (graph and lookahead == "auto", "memory.lookahead", f"0 or 1 {captured}, whose steps cannot be timed"),
+        (graph and get("memory.budget") is not None, "memory.budget", f"null {captured}: a graph keeps its memory for itself"),
+        (graph and get("coupling") is not None, "coupling", f"null {captured}: a graph has the first coupling"),
+        (get("train.offload") is True and not divides, "train.offload", f"false {whole}"),
+        (divides and is_fp16, "train.mixed_precision", "bf16 or 'no' with train.shard"),
+    ]
 
 
 def _find_optimizer_problems(tree: YamlNode) -> Iterator[SpecProblem]:
@@ -91,74 +164,8 @@ def _find_optimizer_problems(tree: YamlNode) -> Iterator[SpecProblem]:
         yield opt.problem(f"the name of a timm optimizer ({join_names(optimizers)})", hint=hint)
     elif isinstance(opt.value, str) and get_optimizer_info(opt.value).second_order:
         yield opt.problem("a first-order optimizer: this one needs the computation graph of the gradient")
-    elif isinstance(opt.value, str):
-        yield from _find_unsupported_updates(tree, opt.value)
     if _value(tree, "optimizer.weight_decay_of") == "all" and _value(tree, "optimizer.layer_decay") is not None:
         yield _node(tree, "optimizer.layer_decay").problem("null with weight_decay_of: all")
-
-
-def _find_data_problems(tree: YamlNode) -> Iterator[SpecProblem]:
-    name, root = _value(tree, "data.name"), _value(tree, "data.root")
-    if isinstance(name, str) and name not in BUNDLED and not is_own(name) and root is None:
-        yield _node(tree, "data.root").problem(f"the folder of the data, for name: {name}", hint=" Add data.root=DIR.")
-    policy = _value(tree, "data.augment.auto_augment")
-    if isinstance(policy, str) and not _is_policy(policy):
-        yield _node(tree, "data.augment.auto_augment").problem("a timm policy, such as 'rand-m9-mstd0.5' or 'original'")
-    interpolation = _node(tree, "data.augment.interpolation")
-    if policy is not None and interpolation.value in UNROTATED:
-        yield interpolation.problem("bicubic, bilinear, nearest or random with auto_augment, whose rotations have no others")
-    for key in ("scale", "ratio"):
-        match _value(tree, f"data.augment.{key}"):
-            case [int() | float() as low, int() | float() as high] if low > high:
-                yield _node(tree, f"data.augment.{key}").problem("the smaller number first")
-
-
-def _find_model_problems(tree: YamlNode) -> Iterator[SpecProblem]:
-    if _value(tree, "model.pretrained") is True:
-        yield from _find_missing_weights(tree)
-    if _value(tree, "model.name") == TO_BE_NAMED:
-        yield _node(tree, "model.name").problem(MODEL_NAME_ALLOWED)
-    overrides = _value(tree, "model.overrides")
-    fresh = not (_value(tree, "model.pretrained") or _value(tree, "model.checkpoint"))  # a checkpoint may need its own head
-    if fresh and isinstance(overrides, list) and _sets_outputs(overrides):
-        yield _node(tree, "model.overrides").problem("no head.outputs: use model.num_outputs")
-
-
-def _find_schedule_problems(tree: YamlNode) -> Iterator[SpecProblem]:
-    sched = _value(tree, "schedule.sched")
-    for needed, key in (("multistep", "decay_milestones"), ("step", "decay_epochs")):
-        if sched == needed and not _value(tree, f"schedule.{key}"):
-            yield _node(tree, f"schedule.{key}").problem(f"a value, for sched: {needed}")
-    warm_up, epochs = _value(tree, "schedule.warmup_epochs"), _value(tree, "train.epochs")
-    starts_after_it = sched == "linear" or _value(tree, "schedule.warmup_prefix") is True
-    if starts_after_it and isinstance(warm_up, int) and isinstance(epochs, int) and warm_up >= epochs > 0:
-        yield _node(tree, "schedule.warmup_epochs").problem(f"fewer than the {epochs} of train.epochs: the decay follows it")
-
-
-def _find_mixup_problems(tree: YamlNode) -> Iterator[SpecProblem]:
-    name, mixup, batch_size = (_value(tree, path) for path in ("data.name", "mixup", "data.batch_size"))
-    if not isinstance(mixup, dict):
-        return
-    if name in TEXTS:
-        yield _node(tree, "mixup").problem(f"null, for name: {name}: ids cannot be mixed")
-    if isinstance(batch_size, int) and batch_size % 2:
-        yield _node(tree, "data.batch_size").problem("an even number: mixup pairs the images of a batch")
-    if not any(_value(tree, f"mixup.{a}_alpha") for a in ("mixup", "cutmix")):
-        yield _node(tree, "mixup").problem("mixup_alpha or cutmix_alpha above 0, or null for neither")
-
-
-def _find_coupling_problems(tree: YamlNode) -> Iterator[SpecProblem]:
-    moving = [key for key in ("m", "alpha", "beta") if _value(tree, f"coupling.{key}") is not None]
-    bits, has_budget = _value(tree, "coupling.kept_bits"), _value(tree, "memory.budget") is not None
-    if bits is None and not moving:
-        yield _node(tree, "coupling").problem("kept_bits, or m, alpha or beta, or null for a coupling that stays")
-    if isinstance(bits, list) and has_budget and bits != sorted(bits, reverse=True):
-        allowed = "the larger number first with memory.budget: the plan is made for the first"
-        yield _node(tree, "coupling.kept_bits").problem(allowed)
-    if moving and bits is not None:
-        yield _node(tree, f"coupling.{moving[0]}").problem("null beside coupling.kept_bits, which determines it")
-    if moving and has_budget:
-        yield _node(tree, f"coupling.{moving[0]}").problem("null with memory.budget: the plan would have to change with it")
 
 
 def _find_missing_weights(tree: YamlNode) -> Iterator[SpecProblem]:
@@ -175,68 +182,9 @@ def _find_missing_weights(tree: YamlNode) -> Iterator[SpecProblem]:
         )
 
 
-def _find_unsupported_updates(tree: YamlNode, opt: str) -> Iterator[SpecProblem]:
-    """Yield the problems of ways to update all parameters that this optimizer does not have."""
-    from revzoo.training.optimizer import find_accepted_options
-
-    accepted = find_accepted_options(opt)
-    for name in ("foreach", "fused"):
-        if _value(tree, f"optimizer.{name}") is not None and name not in accepted:
-            yield _node(tree, f"optimizer.{name}").problem(f"null: timm's {opt} does not have it")
-    if _value(tree, "optimizer.foreach") is True and _value(tree, "optimizer.fused") is True:
-        yield _node(tree, "optimizer.foreach").problem("null or false with fused: true, which updates them in another way")
-
-
-def _find_needs_of_all_gradients(tree: YamlNode) -> Iterator[SpecProblem]:
-    """Yield the problems of settings for which an update must not begin before backward has ended."""
-    without = "with train.optimizer_in_backward"
-    if _value(tree, "train.accumulate") not in (None, 1):
-        yield _node(tree, "train.accumulate").problem(f"1 {without}, which keeps no gradient for another batch")
-    if _value(tree, "train.clip_grad") is not None:
-        yield _node(tree, "train.clip_grad").problem(f"null {without}: the norm is that of all gradients")
-    if _value(tree, "train.mixed_precision") == "fp16":
-        allowed = f"bf16 or 'no' {without}: fp16 looks at all gradients before an update"
-        yield _node(tree, "train.mixed_precision").problem(allowed)
-    if _value(tree, "memory.lookahead") not in (None, 0):
-        allowed = f"0 {without}: a step that is recovered ahead reads weights that are being updated"
-        yield _node(tree, "memory.lookahead").problem(allowed)
-
-
-def _find_needs_of_cuda_graphs(tree: YamlNode) -> Iterator[SpecProblem]:
-    """Yield the problems of settings with which steps are not all alike, or not on the device alone."""
-    without = "with train.cuda_graph"
-    if _value(tree, "train.accumulate") not in (None, 1):
-        yield _node(tree, "train.accumulate").problem(f"1 {without}")
-    for path in ("train.compile", "train.optimizer_in_backward"):
-        if _value(tree, path) is True:
-            yield _node(tree, path).problem(f"false {without}")
-    if _value(tree, "train.mixed_precision") == "fp16":
-        yield _node(tree, "train.mixed_precision").problem(
-            f"bf16 or 'no' {without}: the scale of fp16 is not that of the graph"
-        )
-    if _value(tree, "train.shard") not in (None, "none"):
-        yield _node(tree, "train.shard").problem(f"none {without}")
-    if _value(tree, "memory.lookahead") == "auto":
-        yield _node(tree, "memory.lookahead").problem(f"0 or 1 {without}, whose steps cannot be timed")
-    for path, why in (("memory.budget", "a graph keeps its memory for itself"), ("coupling", "a graph has the first coupling")):
-        if _value(tree, path) is not None:
-            yield _node(tree, path).problem(f"null {without}: {why}")
-
-
-def _find_needs_of_shards(tree: YamlNode) -> Iterator[SpecProblem]:
-    """Yield the problems of settings that need a divided network, or do not go with one."""
-    if _value(tree, "train.shard") in (None, "none"):
-        if _value(tree, "train.offload") is True:
-            yield _node(tree, "train.offload").problem("false with train.shard: none, or train.shard: full")
-        return
-    if _value(tree, "train.optimizer_in_backward") is True:
-        allowed = "false with train.shard: the processes add up their gradients before an update"
-        yield _node(tree, "train.optimizer_in_backward").problem(allowed)
-    if _value(tree, "train.mixed_precision") == "fp16":
-        yield _node(tree, "train.mixed_precision").problem("bf16 or 'no' with train.shard")
-
-
-def _sets_outputs(overrides: list[Any]) -> bool:
+def _sets_outputs(overrides: Any) -> bool:
+    if not isinstance(overrides, list):
+        return False
     spec, _ = apply_overrides(YamlNode({}, ""), [item for item in overrides if isinstance(item, str)])
     return _value(spec, "head.outputs") is not None
 

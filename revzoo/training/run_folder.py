@@ -6,39 +6,45 @@ classes.json       names of the classes, in order, where the labels are classes
 tokenizer.json     copy of the tokenizer, for a model of texts
 last.safetensors   weights after the last epoch    best.safetensors   weights with the best top-1
 plan.json          the plan, for a recipe with a memory budget
-tracking.json      what each tracker calls the run     tensorboard/        events of TensorBoard
+tensorboard/       events of TensorBoard, for a recipe that tracks them
 state/EPOCH-BATCH/ everything needed to resume from there
-state/lock         names the process that works in the folder
+state/lock         locked by the process that works in the folder
 state/origin.json  what the run was begun with; every state has its own
-state/job          names the agents of torchrun that work on the run
 log/               what processes but the first have to say
 """
 
+import hashlib
 import json
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+
 from revzoo.checkpoint.files import find_weights
-from revzoo.errors import CheckpointError, InputError, quote
+from revzoo.errors import CheckpointError, InputError, RevzooError, quote
 from revzoo.file import sync, write_text
 from revzoo.format import count_noun
+from revzoo.metric import CHOSEN
 from revzoo.spec.names import BEST_WEIGHTS, find_beside, find_inside
-from revzoo.training.seal import find_damage, seal
+from revzoo.training.terminal import has_lost_others
 
 RECIPE = "config.yaml"
 _STATE_NAME = re.compile(r"\d{5,}-\d{7,}")
 _TEMPORARY = re.compile(
     r"\.tmp[A-Za-z0-9]{6}|"
-    r"(config\.yaml|spec\.yaml|classes\.json|tokenizer\.json|metrics\.jsonl|plan\.json|tracking\.json|curves\.png|"
+    r"(config\.yaml|spec\.yaml|classes\.json|tokenizer\.json|metrics\.jsonl|plan\.json|curves\.png|"
     r"[\w-]+\.safetensors(\.index\.json)?)\.partial"
 )
-_DRAWN = {"epoch", "train_loss", "loss", "top1"}  # what the curves need of every record
+LOCK_SECONDS = 10.0  # a killed run's processes that load data may hold its lock a little longer
+_DRAWN = {"epoch", "train_loss", "loss", CHOSEN.key}  # what the curves need of every record
 
 
 @dataclass
@@ -55,9 +61,9 @@ class Progress:
         examples: examples of the current epoch that are done.
         processes: number of processes that saved the state.
         seconds: time spent on the current epoch.
-        top1: after the last complete epoch [%].
-        best_top1: best of all epochs [%].
-        best_epoch: first epoch that reached `best_top1`, from 1.
+        score: CHOSEN metric after the last complete epoch.
+        best_score: best of all epochs.
+        best_epoch: first epoch that reached `best_score`, from 1; 0 before there is one.
     """
 
     loss_sum: float = 0.0
@@ -67,8 +73,8 @@ class Progress:
     examples: int = 0
     processes: int = 1
     seconds: float = 0.0
-    top1: float = -1.0
-    best_top1: float = -1.0
+    score: float = 0.0
+    best_score: float = 0.0
     best_epoch: int = 0
 
 
@@ -80,7 +86,7 @@ class RunFolder:
         self.metrics, self.curves = path / "metrics.jsonl", path / "curves.png"
         self.last, self.best = path / "last.safetensors", path / BEST_WEIGHTS
         self.states, self.plan = path / "state", path / "plan.json"
-        self.lock, self.job, self.logs = self.states / "lock", self.states / "job", path / "log"
+        self.lock, self.logs = self.states / "lock", path / "log"
         self.origin = self.states / "origin.json"
 
     def require_free(self) -> None:
@@ -91,12 +97,50 @@ class RunFolder:
         """
         if file := next((path for path in (self.path, *self.path.parents) if path.exists() and not path.is_dir()), None):
             raise InputError(f"The run folder {self.path} cannot be made: {file} is a file. Name another (--out).")
-        empty = (self.states, self.lock, self.job, self.origin)  # what a start makes before it says what is trained
+        empty = (self.states, self.lock, self.origin)  # what a start makes before it says what is trained
         if self.path.is_dir() and any(path not in empty for path in self.path.rglob("*")):
             raise InputError(
                 f"The run folder {self.path} is not empty. Resume that run (--resume {quote(self.path)}) or name another "
                 "(--out)."
             )
+
+    @contextmanager
+    def hold_lock(self) -> Iterator[None]:
+        """Keep other processes out of the folder inside the block: two would mix their epochs and states.
+
+        The operating system releases the lock when its process ends, however it ends.
+
+        Raises:
+            InputError: another process holds the lock.
+        """
+        self.states.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.lock, timeout=LOCK_SECONDS)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise InputError(f"{self.path} is in use by another process. Wait until it ends or stop it; then resume.") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Explain an error that ends the writing of a file inside the block, and make room by removing a half-written state.
+
+        Raises:
+            RevzooError: what was written could not be.
+        """
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk raises any of these
+            if has_lost_others(error):
+                raise
+            shutil.rmtree(self.states / "writing", ignore_errors=True)
+            raise RevzooError(
+                f"Nothing more can be saved in {self.path} ({error}). Is the disk full? What was saved before is complete: "
+                f"make room and resume with revzoo train --resume {quote(self.path)}"
+            ) from error
 
     def write(self, files: dict[str, str]) -> None:
         """Write text files, given by name."""
@@ -307,11 +351,6 @@ def claim_free_folder(parent: Path, name: str) -> RunFolder:
     return next(folder for folder in map(RunFolder, paths) if _claim(folder))
 
 
-def is_numbered(name: str, first: str) -> bool:
-    """Return whether `claim_free_folder` may have given a folder this name instead of the first one."""
-    return re.fullmatch(rf"{re.escape(first)}(-\d+)?", name) is not None
-
-
 def _claim(folder: RunFolder) -> bool:
     """Make a folder, if it does not exist yet; return whether this process has made it."""
     if folder.path.exists():
@@ -322,3 +361,47 @@ def _claim(folder: RunFolder) -> bool:
     except FileExistsError:  # another process was faster
         return False
     return True
+
+
+CHECKSUMS = "checksums.sha256"
+
+
+def seal(folder: Path, known: Mapping[str, str]) -> None:
+    """Write the checksums of all files of a folder, give them the user's permissions, and wait until all is on the disk.
+
+    Args:
+        folder: the folder, which holds files only.
+        known: checksums that are known already, by name of the file.
+    """
+    files = sorted(path for path in folder.iterdir() if path.name != CHECKSUMS)
+    checksums = folder / CHECKSUMS
+    lines = (f"{known.get(path.name) or hash_file(path)}  {path.name}\n" for path in files)
+    checksums.write_text("".join(lines), encoding="utf-8")
+    mode = checksums.stat().st_mode  # that of any new file; some libraries write files that only their owner can read
+    for path in (*files, checksums):
+        path.chmod(mode)
+        sync(path)
+    sync(folder)
+
+
+def find_damage(folder: Path) -> str:
+    """Return in words what is not as it was when the folder was sealed, or an empty string."""
+    try:
+        lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return f"{CHECKSUMS} is missing or damaged"
+    for line in lines:
+        digest, _, name = line.partition("  ")
+        if Path(name).name != name:
+            return f"{CHECKSUMS} is damaged"
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if hash_file(folder / name) != digest:
+            return f"{name} has changed since it was written: its checksum differs"
+    return "" if lines else f"{CHECKSUMS} is empty"
+
+
+def hash_file(path: Path) -> str:
+    """Return the checksum of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -104,10 +104,6 @@ MODELS = ", ".join(list_models()[:3])
             "Argument --dry-run: not allowed with argument --resume. See revzoo train --help.",
         ),
         (
-            "train --print-config --find-lr",
-            "Argument --find-lr: not allowed with argument --print-config. See revzoo train --help.",
-        ),
-        (
             "train digits --dry-run --out runs/1",
             "Only training writes a folder. Received: --out with --print-config or --dry-run. ",
         ),
@@ -117,7 +113,6 @@ MODELS = ", ".join(list_models()[:3])
             "train --resume runs/1 digits",
             "A resumed run keeps its recipe and its folder. Received: --resume with a recipe or --out. ",
         ),
-        ("train --resume runs/1 --plot lr.png", "--plot is the picture of --find-lr. Received: --plot without it. "),
         ("train --resume nowhere", "nowhere is not the folder of a run: there is no config.yaml in it."),
         (
             "train optimizer.rl=1 train.epochs=many",

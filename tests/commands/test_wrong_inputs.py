@@ -258,7 +258,7 @@ WRONG = [
     ("train --model rev_vit_s", f"{SETTINGS}model.name=rev_vit_s."),
     ("train --device cuda", "CUDA_VISIBLE_DEVICES=0 in front of the command chooses it, ACCELERATE_USE_CPU=true the CPU."),
     ("train --output x", "Unknown option of revzoo train '--output'. Did you mean '--out'?"),
-    ("train --find-lr --dry-run", "not allowed with argument --find-lr"),
+    ("train --print-config --dry-run", "not allowed with argument --print-config"),
     ("train model.overrides=[input.size=[9,9]", "found '[input.size=[9,9]'; allowed: a YAML value, such as 3, text, [1, 2] or"),
     ("train model.overrides=[input.size=[9,9]]", "Received: a model for 1 channels and 9x9."),
     ("train train.track=mlflow", "Write a list: [mlflow]."),

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from accelerate import Accelerator
 from revzoo.errors import RevzooError, UnknownNameError
 from revzoo.training.divergence import add_losses
-from revzoo.training.main_process import call_on_all, call_on_main
+from revzoo.training.processes import call_on_all, call_on_main
 from revzoo.training.origin import Origin, require_same_origin, require_same_recipe
 from revzoo.training.recipe import load_recipe
 

@@ -194,7 +194,7 @@ def test_the_weights_are_saved_whole(run_all):
     scores = evaluate_checkpoint(folder / "last.safetensors")
     assert scores.count == 355
     assert read_figures(folder)[-1] == pytest.approx(
-        read_figures(folder)[-1] | {"loss": scores.loss, "top1": scores.top1, "top5": scores.top5}, rel=1e-5
+        read_figures(folder)[-1] | {"loss": scores.loss, **scores.metrics}, rel=1e-5
     )
 
 

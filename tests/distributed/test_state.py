@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import revzoo
-from revzoo.training.state_tensors import list_contents, read_tensors
+from revzoo.training.state import list_contents, read_tensors
 from revzoo.training.state_writer import StateWriter, write
 
 SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2"
@@ -145,7 +145,7 @@ def save_statistics(folder: Path) -> float:
     from revzoo.training.options import TrainOptions
     from revzoo.training.run_folder import Progress, RunFolder
     from revzoo.training.state import save_state
-    from revzoo.training.upload import Upload
+    from revzoo.training.state_writer import Upload
 
     norms = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
     norms[0].running_mean.fill_(float(distributed.get_rank()))
@@ -176,7 +176,7 @@ def fail_behind(folder: Path) -> str:
     from revzoo.errors import RevzooError
     from revzoo.training.options import TrainOptions
     from revzoo.training.run_folder import RunFolder
-    from revzoo.training.upload import Upload
+    from revzoo.training.state_writer import Upload
 
     class Failing(StateWriter):
         def write_data(self, *arguments: Any) -> Any:

@@ -50,7 +50,7 @@ def test_two_processes(tmp_path):
     resume(run)  # by one, which has nothing left to do
     assert (run / "log" / "process-1.txt").read_text() == ""
     alone = evaluate_checkpoint(run / "last.safetensors")  # every test image exactly once, on either side
-    assert (alone.top1, alone.top5, alone.count) == (records[1]["top1"], records[1]["top5"], 355)
+    assert (alone.metrics["top1"], alone.metrics["top5"], alone.count) == (records[1]["top1"], records[1]["top5"], 355)
     assert alone.loss == pytest.approx(records[1]["loss"], rel=1e-5)
 
 

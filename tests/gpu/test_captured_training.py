@@ -79,7 +79,7 @@ def run(folder: Path, *settings: str) -> Path:
 def test_a_run_is_trained_and_resumed(tmp_path, monkeypatch):
     if stub.is_in_use():  # without values nothing can be evaluated
         monkeypatch.setattr(divergence, "find_not_finite", lambda tensors: [])
-        monkeypatch.setattr(epochs, "evaluate", lambda *_: Scores(10.0, 50.0, 1.0, 355))
+        monkeypatch.setattr(epochs, "evaluate", lambda *_: Scores({"top1": 10.0, "top5": 50.0}, 1.0, 355))
     out = run(tmp_path / "run", "train.cuda_graph=true", "train.epochs=2")
     resume(out, ["train.epochs=3"], accept_changes=True)
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3

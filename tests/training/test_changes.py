@@ -11,10 +11,9 @@ from revzoo.data.base import Data
 from revzoo.errors import CheckpointError, InputError
 from revzoo.spec.loading import load_spec
 from revzoo.spec.parsing import to_plain
-from revzoo.training.change import check_changes
 from revzoo.training.loop import resume, train
 from revzoo.training.options import Recipe
-from revzoo.training.origin import Origin
+from revzoo.training.origin import Origin, check_changes
 from revzoo.training.recipe import load_recipe
 from revzoo.training.setup import build_run
 
@@ -174,10 +173,10 @@ def test_a_state_without_an_origin(finished, copied, content):
     if content:
         (newest / "origin.json").write_text(content)
     with pytest.raises(CheckpointError, match=rf"origin.json cannot be used \(.*\). Delete {newest} to resume from the state"):
-        check_changes(run, [], accept=False)
+        check_changes(run.folder, run.origin, run.recipe, 1, [], accept=False)
     shutil.rmtree(earlier)
     with pytest.raises(CheckpointError, match="There is no state before it: start again"):
-        check_changes(run, [], accept=False)
+        check_changes(run.folder, run.origin, run.recipe, 1, [], accept=False)
 
 
 class NoData(Data):

@@ -9,9 +9,9 @@ import torch
 
 from revzoo.errors import SpecError
 from revzoo.training import epochs
-from revzoo.training.class_weights import weigh_classes
 from revzoo.training.loop import resume, train
-from revzoo.training.setup import Loss, build_run
+from revzoo.training.loss import Loss, weigh_classes
+from revzoo.training.setup import build_run
 
 
 def test_balanced_weights_are_those_of_scikit_learn(recipe, image_folder, tmp_path):
@@ -51,12 +51,14 @@ def test_a_weight_is_that_of_an_example_wherever_its_batch_is_cut(smoothing):
 def test_training_ends_when_patience_does(recipe, tmp_path, read_records, monkeypatch, capsys):
     tops = iter([50.0, 40.0, 50.0, 60.0])
     evaluate = epochs.evaluate
-    monkeypatch.setattr(epochs, "evaluate", lambda *a, **k: replace(evaluate(*a, **k), top1=next(tops)))
+    monkeypatch.setattr(
+        epochs, "evaluate", lambda *a, **k: replace(evaluate(*a, **k), metrics={"top1": next(tops), "top5": 100.0})
+    )
     run = tmp_path / "run"
     constant = ["train.patience=2", "train.epochs=9", "schedule.sched=constant", "train.class_weights=balanced"]
     summary = train(recipe(*constant), run)
     assert [record["top1"] for record in read_records(run)] == [50.0, 40.0, 50.0]
-    assert (summary.best_epoch, summary.best_top1) == (1, 50.0)
+    assert (summary.best_epoch, summary.best_score) == (1, 50.0)
     assert "Stopping early: no better top-1 in the last 2 epochs." in capsys.readouterr().out
     assert resume(run) == summary  # it is still as bad
     assert resume(run, ["train.patience=3", "train.epochs=4"]).best_epoch == 4

@@ -123,7 +123,7 @@ def test_recipes_that_do_not_fit_the_model(folder, overrides, message, tmp_path)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([FALLING, "coupling.m=[0,0.5]"], "coupling.m: found .*allowed: null beside coupling.kept_bits"),
+        ([FALLING, "coupling.m=[0,0.5]"], "coupling.m: found .*allowed: null with coupling.kept_bits"),
         (["coupling={m: [0.1, 0.5]}", "memory.budget=1GiB"], "null with memory.budget"),
         (["coupling.kept_bits=[16,0]"], "an integer from 0 to 15"),
         (["coupling.kept_bits=null"], "kept_bits, or m, alpha or beta, or null for a coupling that stays"),

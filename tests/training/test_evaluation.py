@@ -33,10 +33,10 @@ def test_scores_by_hand():
     model = Lookup().train()
     scores = evaluate(model, loader, accelerator)
     loss = nn.functional.cross_entropy(logits.double(), labels).item()
-    assert scores == Scores(200 / 7, 500 / 7, pytest.approx(loss), 7)
+    assert scores == Scores({"top1": 200 / 7, "top5": 500 / 7}, pytest.approx(loss), 7)
     assert model.training
     assert str(scores) == f"top-1 28.57 %, top-5 71.43 %, loss {loss:.4f} on 7 images"
-    assert str(Scores(0.0, 0.0, 0.5, 1)).endswith("loss 0.5000 on 1 image")
+    assert str(Scores({"top1": 0.0, "top5": 0.0}, 0.5, 1)).endswith("loss 0.5000 on 1 image")
 
 
 @pytest.mark.parametrize("ema", ["null", "{decay: 0.9}"])
@@ -45,10 +45,10 @@ def test_what_training_saved(recipe, tmp_path, ema):
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     best = max(records, key=lambda record: record["top1"])
     for path, record in ((tmp_path / "run", best), (tmp_path / "run" / "last.safetensors", records[-1])):
-        assert evaluate_checkpoint(path) == Scores(record["top1"], record["top5"], record["loss"], 355)
+        assert evaluate_checkpoint(path) == Scores({key: record[key] for key in ("top1", "top5")}, record["loss"], 355)
     alone = tmp_path / "alone.safetensors"  # a checkpoint says by itself what it is of, and which data it is for
     (tmp_path / "run" / "best.safetensors").rename(alone)
-    assert evaluate_checkpoint(alone, ["data.batch_size=7"]).top1 == best["top1"]
+    assert evaluate_checkpoint(alone, ["data.batch_size=7"]).metrics["top1"] == best["top1"]
 
 
 def test_images_that_changed_sides_are_noticed(recipe, image_folder, tmp_path):
@@ -118,7 +118,7 @@ def test_the_command_of_the_index(monkeypatch, command):
     entries = {name: replace(entry, command=command) for name, entry in index.read_index().items()}
     monkeypatch.setattr("revzoo.training.evaluation.read_index", lambda: entries)
     scores, entry = evaluate_pretrained("rev_vit_digits")
-    assert round(scores.top1, 2) == entry.metric["top1"]
+    assert round(scores.metrics["top1"], 2) == entry.metric["top1"]
 
 
 def test_overrides_that_are_not_of_the_data():
@@ -139,8 +139,8 @@ def test_shipped_weights_repeat_their_metric():
     ]
     for name in index.read_index():
         scores, entry = evaluate_pretrained(name)
-        assert round(scores.top1, 2) == entry.metric["top1"]
-        assert scores.top1 >= 96
+        assert round(scores.metrics["top1"], 2) == entry.metric["top1"]
+        assert scores.metrics["top1"] >= 96
 
 
 class Table(nn.Module):
@@ -165,7 +165,7 @@ def test_scores_of_ids_by_hand():
     losses = [-logits[i].log_softmax(0)[label].item() for i, label in pairs]
     ranks = [int((logits[i] > logits[i, label]).sum()) for i, label in pairs]
     assert (scores.count, scores.loss) == (5, pytest.approx(sum(losses) / 5))
-    assert (scores.top1, scores.top5) == (20 * ranks.count(0), 20 * sum(rank < 5 for rank in ranks))
+    assert scores.metrics == {"top1": 20 * ranks.count(0), "top5": 20 * sum(rank < 5 for rank in ranks)}
     assert f"loss {scores.loss:.4f}, {scores.loss / math.log(2):.3f} bits per token on 5 tokens" in str(scores)
 
 

@@ -163,20 +163,6 @@ def test_what_needs_all_gradients_is_refused(setting, path, allowed):
     assert problem.allowed.startswith(allowed)
 
 
-@pytest.mark.parametrize(
-    ("settings", "path"),
-    [
-        (["optimizer.opt=lion", "optimizer.fused=true"], "optimizer.fused"),
-        (["optimizer.opt=muon", "optimizer.foreach=false"], "optimizer.foreach"),
-        (["optimizer.foreach=true", "optimizer.fused=true"], "optimizer.foreach"),
-    ],
-)
-def test_updates_that_an_optimizer_does_not_have(settings, path):
-    with pytest.raises(SpecError) as caught:
-        load_recipe("digits", settings)
-    assert [problem.path for problem in caught.value.problems] == [path]
-
-
 def test_the_kind_of_update_is_the_optimizers(tmp_path):
     run = build_run(small("digits", VIT, "optimizer.foreach=false", "optimizer.fused=true"), tmp_path / "run", resumed=False)
     assert {(group["foreach"], group["fused"]) for group in run.optimizer.param_groups} == {(False, True)}

@@ -1,10 +1,7 @@
-"""The lock of a run's folder: the second process is refused, a dead one's lock is taken over."""
+"""One process at a time works in a run's folder: the second is refused, and a dead one's lock is taken over."""
 
-import json
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from revzoo.errors import DataError, InputError
-from revzoo.training import loop
-from revzoo.training.lock import LockedError, hold_lock
+from revzoo.training import loop, run_folder
 from revzoo.training.loop import resume, train
 from revzoo.training.run_folder import RunFolder
 
@@ -24,17 +20,17 @@ ROOT = Path(__file__).parents[2]
 HOLDER = """
 import sys
 from pathlib import Path
-from revzoo.training.lock import hold_lock
-with hold_lock(Path(sys.argv[1]), Path("run")):
+from revzoo.training.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).hold_lock():
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 @contextmanager
-def held_elsewhere(file: Path) -> Iterator[subprocess.Popen]:
+def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen]:
     """Another process of this host holds the lock inside the block; then it is killed."""
-    command = [sys.executable, "-c", HOLDER, str(file)]
+    command = [sys.executable, "-c", HOLDER, str(folder)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -42,75 +38,31 @@ def held_elsewhere(file: Path) -> Iterator[subprocess.Popen]:
         process.kill()
 
 
-def test_the_second_process_is_refused_and_a_dead_ones_lock_taken(tmp_path):
-    file = tmp_path / "state" / "lock"
-    with held_elsewhere(file) as process:
-        holder = {"host": socket.gethostname(), "pid": process.pid}
-        message = f"^run is in use by process {process.pid} on {re.escape(socket.gethostname())}. Wait until it ends or stop it"
-        for release in (False, True):  # a process that runs keeps its lock
-            with pytest.raises(LockedError, match=message), hold_lock(file, Path("run"), release=release):
-                pass
-            assert json.loads(file.read_text()) == holder
-    assert json.loads(file.read_text()) == holder  # it was killed
-    with hold_lock(file, Path("run")):
-        assert json.loads(file.read_text()) == {"host": socket.gethostname(), "pid": os.getpid()}
-    assert file.read_text() == ""
-
-
-def test_another_host_is_asked_for(tmp_path):
-    file = tmp_path / "lock"
-    file.write_text('{"host": "node-7", "pid": 12}')
-    message = "was in use by process 12 on node-7, .*revzoo train --resume run --release-lock"
-    with pytest.raises(LockedError, match=message), hold_lock(file, Path("run")):
+def test_the_second_process_is_refused_and_a_dead_ones_lock_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.1)
+    folder = RunFolder(tmp_path)
+    with held_elsewhere(tmp_path), pytest.raises(InputError, match="is in use by another process"), folder.hold_lock():
         pass
-    assert file.read_text() == '{"host": "node-7", "pid": 12}'
-    with hold_lock(file, Path("run"), release=True):
-        pass
-    with hold_lock(file, Path("run")):  # released
-        pass
-
-
-@pytest.mark.parametrize("text", ["[]", "{", '{"host": 1}'])
-def test_a_damaged_lock_names_nobody(tmp_path, text):
-    (tmp_path / "lock").write_text(text)
-    with hold_lock(tmp_path / "lock", Path("run")):
-        pass
-
-
-@pytest.mark.parametrize("where", ["drive", "Windows"])
-def test_a_system_without_locks(tmp_path, monkeypatch, where):
-    """Then a process that runs is told from one that does not by its number."""
-
-    def refuse(*arguments):
-        raise OSError(37, "No locks available")
-
-    if where == "Windows":
-        monkeypatch.setattr("revzoo.training.lock.fcntl", None)
-    else:
-        monkeypatch.setattr("revzoo.training.lock.fcntl.lockf", refuse)
-    file = tmp_path / "lock"
-    file.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid()}))
-    with pytest.raises(LockedError, match=f"in use by process {os.getppid()}"), hold_lock(file, Path("run")):
-        pass
-    monkeypatch.setattr("revzoo.training.lock.psutil.pid_exists", lambda pid: False)
-    with hold_lock(file, Path("run")):
+    with folder.hold_lock():  # it was killed
         pass
 
 
 def test_a_run_holds_the_lock_of_its_folder(tmp_path, monkeypatch, recipe):
-    held = []
+    refused = []
 
     def look(run):
-        held.append(json.loads(run.folder.lock.read_text())["pid"])
+        with pytest.raises(InputError, match="is in use"), RunFolder(run.folder.path).hold_lock():
+            pass
+        refused.append(True)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.1)
     monkeypatch.setattr(loop, "train_epochs", look)
     with pytest.raises(KeyboardInterrupt):
         train(recipe(), tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         resume(tmp_path / "run")
-    assert held == [os.getpid()] * 2
-    assert RunFolder(tmp_path / "run").lock.read_text() == ""
+    assert refused == [True] * 2
 
 
 def test_two_new_runs_with_one_name(tmp_path, monkeypatch, recipe):
@@ -161,7 +113,7 @@ def test_a_requeued_job_is_refused_and_the_first_ends_as_if_alone(tmp_path, fast
         assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1])  # it does not end before the others have started
         with start_training("--resume", "run") as second, start_training("digits", *fast, "--out", "run") as third:
             errors = second.communicate()[1]
-            assert f"revzoo: run is in use by process {first.pid} on {socket.gethostname()}." in errors
+            assert "is in use by another process" in errors
             assert second.returncode == 2
             assert "is not empty" in third.communicate()[1]
         first.send_signal(signal.SIGCONT)

@@ -46,7 +46,7 @@ def test_a_run_has_the_preprocessing_of_its_weights(weights, image_folder, tmp_p
     augment = OmegaConf.load(tmp_path / "run" / "config.yaml").data.augment
     assert {name: augment[name] for name in FACTS} == FACTS | {"mean": [0.25], "std": [0.5]}
     top1 = float(printed.rpartition("top-1 ")[2].split()[0])
-    assert evaluate_checkpoint(tmp_path / "run" / "last.safetensors").top1 == pytest.approx(top1, abs=0.01)
+    assert evaluate_checkpoint(tmp_path / "run" / "last.safetensors").metrics["top1"] == pytest.approx(top1, abs=0.01)
     resume(tmp_path / "run", ["train.epochs=2"])  # nothing has changed that would have to be accepted
     assert revzoo.create(tmp_path / "run").data_config == FACTS
 

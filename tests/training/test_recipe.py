@@ -159,8 +159,6 @@ def test_all_problems_at_once():
         ("data.augment.mean=[.nan]", "a finite number"),
         ("data.augment.crop_pct=1.5", r"a number in \(0, 1\]"),
         ("data.augment.scale=[0.5,2]", r"a number in \(0, 1\]"),
-        ("data.augment.scale=[1,0.5]", "the smaller number first"),
-        ("data.augment.ratio=[2,1]", "the smaller number first"),
         ("model.overrides=[head.outputs=3]", "no head.outputs: use model.num_outputs"),
         ("schedule={warmup_prefix: true, warmup_epochs: 30}", "fewer than the 30 of train.epochs: the decay follows it"),
         ("schedule={sched: linear, warmup_epochs: 31}", "fewer than the 30 of train.epochs: the decay follows it"),
@@ -217,15 +215,8 @@ def test_settings_without_effect_are_named(recipe):
         "schedule.min_lr has no effect with constant",
         "schedule.warmup_epochs=2 lasts all of train.epochs=2",
     ]
-    idle = [
-        "schedule.warmup_epochs=0",
-        "schedule.warmup_prefix=true",
-        "optimizer.weight_decay_of=all",
-        "optimizer.weight_decay=0",
-    ]
-    assert find_ineffective_settings(recipe(*idle)) == [
-        "schedule.warmup_prefix has no effect with sched=cosine, warmup_epochs=0",
-        "optimizer.weight_decay_of has no effect with weight_decay=0",
+    assert find_ineffective_settings(recipe("optimizer.opt=lion", "optimizer.fused=true")) == [
+        "optimizer.fused has no effect with lion"
     ]
     assert find_ineffective_settings(recipe()) == []
 

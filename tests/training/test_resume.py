@@ -15,7 +15,6 @@ from revzoo.errors import CheckpointError, InputError, RecoveryError
 from revzoo.training import epochs, loop
 from revzoo.training.divergence import DivergedError
 from revzoo.training.interrupt import Interrupted, StopSignal
-from revzoo.training.lock import hold_lock
 from revzoo.training.loop import resume, train
 from revzoo.training.recipe import load_recipe
 from revzoo.training.run_folder import RunFolder
@@ -127,7 +126,7 @@ def test_a_run_killed_before_its_first_state_starts_anew(
 
 
 def test_a_run_killed_before_its_recipe_was_saved(recipe, tmp_path):
-    with hold_lock(tmp_path / "run" / "state" / "lock", tmp_path / "run"):
+    with RunFolder(tmp_path / "run").hold_lock():
         pass
     with pytest.raises(
         CheckpointError, match="no config.yaml in it. It was killed before .*: delete the folder and start it again"

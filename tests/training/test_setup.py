@@ -8,10 +8,11 @@ import torch
 import revzoo
 from revzoo.errors import InputError, SpecError
 from revzoo.training.loop import train
-from revzoo.training.optimizer import make_optimizer
+from revzoo.training.loss import Loss
+from revzoo.training.optimizer import make_optimizer, make_scheduler
 from revzoo.training.processes import open_accelerator
 from revzoo.training.recipe import load_recipe
-from revzoo.training.setup import Loss, _make_scheduler, build_run
+from revzoo.training.setup import build_run
 
 
 @pytest.mark.parametrize("mixup", ["null", "{mixup_alpha: 0.8}", "{cutmix_alpha: 1.0}"])
@@ -20,7 +21,7 @@ def test_labels_are_smoothed_once(recipe, tmp_path, mixup):
     run = build_run(recipe(f"mixup={mixup}", "train.label_smoothing=0.2"), tmp_path / "run", resumed=False)
     torch.manual_seed(0)
     labels, logits = torch.arange(10).repeat(2), torch.randn(20, 10)
-    _, targets = run.mix(torch.randn(20, 1, 8, 8), labels)
+    _, targets = run.loss.mix(torch.randn(20, 1, 8, 8), labels)
     one_hot = torch.nn.functional.one_hot(labels, 10)
     if mixup == "null":
         assert targets is labels
@@ -94,7 +95,7 @@ def test_the_schedule_of_rev_vit_is_pyslowfasts():
     """The published recipe's own schedule, with four updates an epoch."""
     recipe = load_recipe("rev_vit_s_imagenet", ["data.root=images"])
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=recipe.optimizer.lr)
-    scheduler = _make_scheduler(recipe, optimizer, updates_per_epoch=4)
+    scheduler = make_scheduler(recipe, optimizer, updates_per_epoch=4)
     for update in range(1200):
         scheduler.step_update(update)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(lr_of_pyslowfast(update / 4), rel=1e-9)

@@ -1,8 +1,6 @@
 """Processes share every batch: what is in it and how it is mixed does not depend on them, nor does who may go on with a run."""
 
 import json
-import os
-import shutil
 from itertools import chain, count
 from pathlib import Path
 
@@ -17,11 +15,9 @@ from revzoo.data.random import derive_seed
 from revzoo.errors import CheckpointError, InputError
 from revzoo.training import epochs, loop
 from revzoo.training.loop import resume, train
-from revzoo.training.mixup import SharedMixup
+from revzoo.training.loss import SharedMixup
 from revzoo.training.processes import Shares
-from revzoo.training.restart import find_own_folder, name_agent
-from revzoo.training.run_folder import RunFolder
-from revzoo.training.seal import CHECKSUMS, seal
+from revzoo.training.run_folder import CHECKSUMS, RunFolder, seal
 from revzoo.training.setup import _share_batch
 
 WHOLE = 24
@@ -94,13 +90,6 @@ def test_pairs_of_a_mode_share_their_strength():
     assert len(strengths["elem"].unique()) == WHOLE
 
 
-def start_job(monkeypatch: pytest.MonkeyPatch, agent: str, restarts: int) -> None:
-    """Pretend to be started by an agent of torchrun. All jobs have the same id."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "100")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/{agent}/attempt_{restarts}/0/error.json")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-
-
 def pretend_two_processes(run: Path) -> None:
     """Let a run of one process with batches of 320 be one of two processes with 160 each."""
     config = OmegaConf.load(run / "config.yaml")
@@ -159,13 +148,10 @@ def test_states_of_earlier_versions_are_refused(copied):
         RunFolder(copied).read_progress()
 
 
-@pytest.mark.parametrize(("out", "when"), [(None, "later"), (Path("mine"), "before its first state")])
-def test_a_restarted_job_goes_on_in_its_folder(
-    out, when, recipe, tmp_path, monkeypatch, whole, random_settings, assert_same_run
-):
-    """The command is the same; another job is refused, or gets a folder of its own, also if it has the same id."""
-    monkeypatch.chdir(tmp_path)
-    start_job(monkeypatch, "first", 0)
+@pytest.mark.parametrize("when", ["later", "before its first state"])
+def test_a_restarted_job_goes_on_in_its_folder(when, recipe, tmp_path, monkeypatch, whole, random_settings, assert_same_run):
+    """The command is the same; another recipe, and a first start, are refused."""
+    out = tmp_path / "mine"
     module, killed_at = (loop, 1) if when == "before its first state" else (epochs, 2)
     calls, save_state = count(1), module.save_state
 
@@ -178,45 +164,19 @@ def test_a_restarted_job_goes_on_in_its_folder(
         patch.setattr(module, "save_state", kill)
         with pytest.raises(Killed):
             train(recipe(*random_settings), out)
-    folder = out or Path("runs/digits")
-    for job, restarts in (("first", 0), ("second", 1)):
-        start_job(monkeypatch, job, restarts)
-        if out is None:
-            assert train(recipe("train.epochs=1")).folder != folder
-        else:
-            with pytest.raises(InputError, match="is not empty. Resume that run"):
-                train(recipe(*random_settings), out)
-    start_job(monkeypatch, "first", 2)
-    if out is None:
-        shutil.rmtree("runs/digits-2")  # which the first try above has signed, too
-    assert train(recipe(*random_settings), out).folder == folder
-    assert_same_run(whole, folder)
+    with pytest.raises(InputError, match="is not empty. Resume that run"):
+        train(recipe(*random_settings), out)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(InputError, match="is not empty. Resume that run"):
+        train(recipe(*random_settings, "train.seed=1"), out)
+    assert train(recipe(*random_settings), out).folder == out
+    assert_same_run(whole, out)
 
 
-def test_agents_have_names(monkeypatch):
-    assert name_agent() == ""
-    start_job(monkeypatch, "one", 0)
-    first = name_agent()
-    start_job(monkeypatch, "one", 3)
-    assert name_agent() == first
-    start_job(monkeypatch, "other", 3)
-    assert name_agent() not in ("", first)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")  # without logs
-    assert str(os.getppid()) in name_agent()
-
-
-def test_a_folder_is_known_by_any_of_its_agents(tmp_path, monkeypatch):
-    """Machines may be replaced; other names of folders are not those of this recipe."""
-    for agent, name in (("a", "digits"), ("b\nc", "digits-2"), ("b", "digits_revnet"), ("b", "digits-old")):
-        job = RunFolder(tmp_path / name).job
-        job.parent.mkdir(parents=True)
-        job.write_text(agent)
-    assert find_own_folder(tmp_path, "digits", None, {"c", "d"}) is None  # it is not a restart
-    start_job(monkeypatch, "one", 1)
-    own = find_own_folder(tmp_path, "digits", None, {"c", "d"})
-    assert own is not None
-    assert own.path.name == "digits-2"
-    assert find_own_folder(tmp_path, "digits", None, {"d"}) is None
+def test_a_job_that_may_be_restarted_names_its_folder(recipe, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(InputError, match="add --out DIR"):
+        train(recipe())
 
 
 def test_a_run_killed_before_its_first_state_keeps_its_batch(recipe, tmp_path, monkeypatch):

@@ -15,8 +15,7 @@ from revzoo.errors import CheckpointError, RevzooError, SpecError
 from revzoo.training import epochs, loop
 from revzoo.training.loop import resume, train
 from revzoo.training.recipe import load_recipe
-from revzoo.training.run_folder import RunFolder
-from revzoo.training.seal import find_damage
+from revzoo.training.run_folder import RunFolder, find_damage
 from revzoo.training.setup import build_run
 from revzoo.training.state import load_state
 

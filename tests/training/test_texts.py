@@ -13,10 +13,10 @@ from revzoo.errors import CheckpointError, InputError, RevzooError
 from revzoo.training.evaluation import evaluate_checkpoint
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.loop import resume, train
+from revzoo.training.loss import Loss
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.run_folder import RunFolder
-from revzoo.training.setup import Loss
 
 SMALL = "stem.width=16,block.f.heads=2,stages.0.width=16,stages.0.depth=1"
 FAST = ["train.epochs=2", "train.accumulate=2", "schedule.warmup_epochs=0"]
@@ -86,7 +86,7 @@ def test_a_run_is_resumed_and_evaluated(kind, tmp_path, small_recipe, tokenizer,
     assert len(records) == 2
     scores = evaluate_checkpoint(tmp_path / "cut" / "last.safetensors", ["data.batch_size=3"])
     assert scores.loss == pytest.approx(record["loss"], rel=1e-5)
-    assert (scores.top1, scores.label_noun) == (
+    assert (scores.metrics["top1"], scores.label_noun) == (
         pytest.approx(record["top1"]),
         {"characters": "bytes", "masked_lm": "tokens"}.get(kind, "texts"),
     )

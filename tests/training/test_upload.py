@@ -13,8 +13,7 @@ from revzoo.errors import RevzooError
 from revzoo.training import epochs
 from revzoo.training.divergence import DivergedError, add_losses
 from revzoo.training.loop import resume, train
-from revzoo.training.run_folder import RunFolder
-from revzoo.training.seal import find_damage
+from revzoo.training.run_folder import RunFolder, find_damage
 from revzoo.training.setup import Run
 
 BEHIND = "train.save_async=true"

@@ -1,0 +1,44 @@
+"""What an evaluation measures besides the loss. A metric that is added to METRICS is computed, saved, printed and tracked."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A mean over the labels of a data set.
+
+    Args:
+        key: its name in metrics.jsonl.
+        label: its name on the screen.
+        measure: what each label adds, of logits (..., C) and labels (...); returns (...).
+        scale: factor of the mean.
+        unit: of the scaled mean.
+        rises: whether more is better.
+    """
+
+    key: str
+    label: str
+    measure: Callable[[Tensor, Tensor], Tensor]
+    scale: float = 100.0
+    unit: str = "%"
+    rises: bool = True
+
+    def is_better(self, value: float, other: float) -> bool:
+        """Return whether one value is better than another."""
+        return value > other if self.rises else value < other
+
+    def format(self, value: float) -> str:
+        """Return a value with its unit."""
+        return f"{value:.2f} {self.unit}"
+
+
+def _count_hits(k: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that says of each label whether it is among the k highest logits."""
+    return lambda logits, labels: (logits.topk(min(5, logits.shape[-1])).indices[..., :k] == labels[..., None]).any(-1)
+
+
+CHOSEN = Metric("top1", "top-1", _count_hits(1))  # by which best weights are chosen, and training ends early
+METRICS = (CHOSEN, Metric("top5", "top-5", _count_hits(5)))
