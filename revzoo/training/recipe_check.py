@@ -216,8 +216,6 @@ def _find_needs_of_cuda_graphs(tree: YamlNode) -> Iterator[SpecProblem]:
         )
     if _value(tree, "train.shard") not in (None, "none"):
         yield _node(tree, "train.shard").problem(f"none {without}")
-    if _value(tree, "memory.lookahead") == "auto":
-        yield _node(tree, "memory.lookahead").problem(f"0 or 1 {without}, whose steps cannot be timed")
     for path, why in (("memory.budget", "a graph keeps its memory for itself"), ("coupling", "a graph has the first coupling")):
         if _value(tree, path) is not None:
             yield _node(tree, path).problem(f"null {without}: {why}")
