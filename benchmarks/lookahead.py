@@ -1,11 +1,11 @@
-"""Look-ahead (PaReprop) against recovering step by step and against storing: time, memory, and what "auto" chooses.
+"""Look-ahead (PaReprop) against recovering step by step and against storing: time and memory.
 
     python benchmarks/lookahead.py --out lookahead.json     about 10 minutes on 2 idle CPU cores
     python benchmarks/lookahead.py --quick                  the same figures on tiny chains, in seconds
 
 The chains of runtime.py, forward and backward, on the wall clock: the methods take turns, and the median ratio to `store` of
 all rounds is taken. With one thread in each operation, the second core is free for the recovery; with two, it is not. Memory is
-counted, in streams. `auto` runs on chains from tiny to large, against the same chain without look-ahead.
+counted, in streams.
 """
 
 import argparse
@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from comparison.net import make_conv_block, make_transformer_block
 from runtime import Figure, Net, nets, report
 
 import revzoo
@@ -27,7 +26,6 @@ THREADS = (1, 2)
 # The largest allowed value of each figure, with one thread.
 _TIMES = {"transformer": 1.10, "conv": 1.12}
 _STREAMS = {"transformer": 22.5}
-_NOISE = 1.03  # of the serial time
 
 
 def ahead(net: Net, depth: int, lookahead: object, method: str = "invert") -> ReversibleChain:
@@ -69,27 +67,6 @@ def seconds(net: Net, threads: int, rounds: int, quick: bool) -> Iterator[Figure
     yield Figure(what, net.name, "store [s]", depth, statistics.median(durations["store"]))
 
 
-def shapes(quick: bool) -> Iterator[tuple[Net, int]]:
-    """Yield ten chains with their depth, from tiny to large."""
-    tokens = ((8, 2, 4),) if quick else ((16, 1, 4), (32, 2, 16), (64, 4, 64), (128, 8, 128), (256, 8, 197))
-    for width, batch, length in tokens:
-        make = partial(make_transformer_block, width, 2)
-        yield Net(f"transformer {batch} x {length} x {width}", make, (batch, length, width), ()), 4
-    images = ((4, 1, 4),) if quick else ((4, 1, 4), (8, 4, 8), (16, 8, 16), (32, 16, 32), (64, 16, 32))
-    for width, batch, side in images:
-        make = partial(make_conv_block, width)
-        yield Net(f"conv {batch} x {width} x {side} x {side}", make, (batch, width, side, side), ()), 4
-
-
-def auto(threads: int, rounds: int, quick: bool) -> Iterator[Figure]:
-    for net, depth in shapes(quick):
-        chains = {"lookahead=0": ahead(net, depth, 0), 'lookahead="auto"': ahead(net, depth, "auto")}
-        durations = take_turns(net, chains, threads, rounds, warm_up=13)  # in the first 12, "auto" measures
-        ratio = statistics.median(t / base for t, base in zip(*reversed(durations.values()), strict=True))
-        what = f'time with lookahead="auto" over without, {threads} thread{"s" * (threads > 1)} in each operation'
-        yield Figure(what, net.name, 'lookahead="auto"', depth, ratio, None if quick else _NOISE)
-
-
 def take_turns(
     net: Net, chains: dict[str, ReversibleChain], threads: int, rounds: int, warm_up: int = 2
 ) -> dict[str, list[float]]:
@@ -112,8 +89,6 @@ def measure(quick: bool) -> Iterator[Figure]:
     for part in parts:
         for net in nets(quick):
             yield from part(net)
-    for threads in THREADS:
-        yield from auto(threads, rounds=1 if quick else 15, quick=quick)
 
 
 def main() -> None:

@@ -138,10 +138,7 @@ def step_seconds(model: nn.Module, batch: Any) -> float:
 
 
 def sweep(network: str, quick: bool) -> dict[str, Any]:
-    """Plan "revnet" or "reformer" for every batch size at one budget, and run the best plan many times.
-
-    Seconds of the other sizes are interpolated between those that the search for the best one has measured.
-    """
+    """Plan "revnet" or "reformer" for every batch size at one budget, and run the best plan many times."""
     label, spec, overrides, stored, low, high = _paper_networks(quick)[network]
     torch.manual_seed(0)
     model = revzoo.create(spec, overrides=overrides, device=_device())
@@ -161,14 +158,14 @@ def sweep(network: str, quick: bool) -> dict[str, Any]:
         "rows": rows,
         "largest_stored": largest,
         "best": best.batch,
-        "predicted_seconds": best.predicted_seconds,
+        "predicted_seconds": best.plan.seconds,
         "seconds": best.seconds,
         "iterations": len(taken),
         "mean_seconds": mean,
         "standard_error": error,
         "found": f"{label}: stored up to batch {largest}, planned up to {rows[-1]['batch']}, at most "
         f"{max(row['speedup'] or 0 for row in rows):.2f} x as fast as all inverted, best batch {best.batch} "
-        f"({best.predicted_seconds:.3g} s predicted, {best.seconds:.3g} s measured, {mean:.3g} +- {error:.1g} s the mean of "
+        f"({best.plan.seconds:.3g} s predicted, {best.seconds:.3g} s measured, {mean:.3g} +- {error:.1g} s the mean of "
         f"{len(taken)} training steps)",
         "met": None,
     }

@@ -82,7 +82,7 @@ def describe_lookahead(results: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from wrap(
         f"Times are over those of `store` in the same run, on {results['hardware']['cores']} cores: with one thread in each "
-        'operation a core is free for the recovery, with two it is not. `lookahead = "auto"` times both and keeps the faster. '
+        "operation a core is free for the recovery, with two it is not. "
         "All figures: `benchmarks/results/cpu/lookahead.json`."
     )
 

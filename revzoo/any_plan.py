@@ -67,8 +67,8 @@ def plan(
         solver: "timeline" or "knapsack", as for `revzoo.solve`. "timeline" for any other module.
         optimizer: its state is part of every peak, and its update may be the peak.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
-        lookahead: how many steps are recovered ahead of backward, 0 or 1; "auto" plans and times both and keeps the faster. 0
-            for networks that `reversible_` changed and for any other module.
+        lookahead: how many steps are recovered ahead of backward, 0 or 1. With 1 the plan is the fastest one without it that
+            leaves enough of the budget for it. 0 for networks that `reversible_` changed and for any other module.
         accumulate: whether steps begin with the gradients of earlier batches, as they do with gradient accumulation. Not for
             any other module.
         profile: for any other module: run its calls a few times on its device, and choose by their times instead of FLOPs and
@@ -79,13 +79,7 @@ def plan(
         RecoveryError: a step does not return the same output when it runs again.
     """
     require_module(model)
-    has_blocks = bool(find_block_chains(model))
-    if has_blocks and lookahead != 0:
-        raise InputError(
-            f"Blocks that were made reversible in place are recovered one by one. Received: lookahead={lookahead!r}. Plan with "
-            "lookahead=0."
-        )
-    if has_blocks or isinstance(model, PlannableModel):
+    if isinstance(model, PlannableModel) or find_block_chains(model):
         with accumulated_gradients(model) if accumulate else nullcontext():
             return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead)[1]
     if accumulate:

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from revzoo.planning.plan import Plan
     from revzoo.planning.profiling.profile import Profile
     from revzoo.planning.ranks.rank_plan import RankPlan
-    from revzoo.runtime.lookahead_setting import LookaheadOption
+    from revzoo.runtime.lookahead import LookaheadOption
 
 SUMMARY = "Find the fastest mix of modes that fits a memory budget."
 
 _OTHER_NAMES = "or timm:NAME, a folder with the config.json of a Transformers model, or package.module:function"
-_LOOKAHEADS: dict[str, "LookaheadOption"] = {"0": 0, "1": 1, "auto": "auto"}
+_LOOKAHEADS: dict[str, "LookaheadOption"] = {"0": 0, "1": 1}
 _OF_RANKS = ("--shard", "--nodes", "--offload")
 _OF_RUNNING = ("--device", "--estimate", "--lookahead")
 _OF_THE_ZOO = (*_OF_RUNNING, "--dtype", "--meta", "--loss", "--accumulate", "--ranks", *_OF_RANKS)
@@ -52,9 +52,9 @@ def declare(parser: Parser) -> None:
     )
     parser.add_argument(
         "--lookahead",
-        choices=("0", "1", "auto"),
+        choices=tuple(_LOOKAHEADS),
         default="0",
-        help="steps recovered ahead of backward; auto plans and times both (default: 0)",
+        help="steps recovered ahead of backward (default: 0)",
     )
     parser.add_argument(
         "--loss",

@@ -18,7 +18,7 @@ from revzoo.model.builder import build
 from revzoo.model.network import Model, check_num_outputs
 from revzoo.model.timm_methods import find_classifier
 from revzoo.runtime.exact import Grid
-from revzoo.runtime.lookahead_setting import LookaheadOption
+from revzoo.runtime.lookahead import LookaheadOption
 from revzoo.runtime.mode import Mode
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import BEST_WEIGHTS
@@ -58,7 +58,7 @@ def create(
         overrides: values to replace in the spec, such as `["stages.0.depth=6"]`. Shipped weights and those of a folder are
             adapted to another `input.size` or `input.channels`: positions are interpolated, the first convolution repeated.
         schedule: one mode for all steps, "stage_inputs", or a list with one mode for each of `model.units`.
-        lookahead: how many units are recovered ahead of backward: 0, 1, or "auto" (`model.lookahead`).
+        lookahead: how many units are recovered ahead of backward, 0 or 1 (`model.lookahead`).
         exact: round the streams to a grid, so that recovered activations are bit-identical (`revzoo.runtime.exact`).
         device: device of the parameters. On "meta" no memory is allocated. None: PyTorch's default device, which is the CPU
             unless `with torch.device(...)` or `torch.set_default_device` says otherwise.

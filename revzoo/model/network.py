@@ -20,8 +20,7 @@ from revzoo.runtime.exact import Grid
 from revzoo.runtime.layer_chain import run_layers, run_layers_apart, run_layers_before
 from revzoo.runtime.layer_rules import Layer, has_inverse, list_layers
 from revzoo.runtime.layout import LayoutEntry, expand_schedule
-from revzoo.runtime.lookahead import Lookahead
-from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
+from revzoo.runtime.lookahead import Lookahead, LookaheadOption, begin_lookahead, check_lookahead
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.node import require_tensors, run_node
 from revzoo.runtime.pair_update import Step
@@ -158,15 +157,15 @@ class Model(HubMethods, TimmMethods, nn.Module):
 
     @property
     def lookahead(self) -> LookaheadOption:
-        """How many units are recovered ahead of backward, beside the gradient of the unit after it: 0, 1, or "auto".
+        """How many units are recovered ahead of backward, beside the gradient of the unit after it: 0 or 1.
 
-        See `revzoo.runtime.lookahead`; "auto" times both in the first training steps and keeps the faster.
+        See `revzoo.runtime.lookahead`.
         """
-        return self._lookahead.option
+        return self._lookahead
 
     @lookahead.setter
     def lookahead(self, lookahead: LookaheadOption) -> None:
-        self._lookahead = LookaheadSetting(lookahead)
+        self._lookahead = check_lookahead(lookahead)
 
     @property
     def num_outputs(self) -> int:
@@ -237,11 +236,11 @@ class Model(HubMethods, TimmMethods, nn.Module):
                 than the parameters (without autocast), or the mask does not fit.
         """
         mask = inputs.make_mask(self.spec, x, attention_mask, next(self.parameters()))
-        return self._compute_features(x, mask, self._lookahead.begin_forward(self._schedule, x))
+        return self._compute_features(x, mask, begin_lookahead(self._lookahead))
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         mask = inputs.make_mask(self.spec, x, attention_mask, next(self.parameters()))
-        lookahead = self._lookahead.begin_forward(self._schedule, x)
+        lookahead = begin_lookahead(self._lookahead)
         features = self._compute_features(x, mask, lookahead)
         masks = () if mask is None else (mask,)
         return cast(Tensor, run_node(self.head, "head", self._schedule[-1], features, *masks, lookahead=lookahead))
@@ -275,7 +274,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
     ) -> Tensor:
         """Return what `forward_features` returns, and call each tap with the streams after the step or layer of its name."""
         mask = inputs.make_mask(self.spec, x, attention_mask, next(self.parameters()))
-        return self._compute_features(x, mask, self._lookahead.begin_forward(self._schedule, x), taps, stop_early)
+        return self._compute_features(x, mask, begin_lookahead(self._lookahead), taps, stop_early)
 
     def _compute_features(
         self,

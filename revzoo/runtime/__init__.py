@@ -3,7 +3,7 @@
 from revzoo.bijection import Bijection, PixelUnshuffle, SpaceToBatch, SpaceToDepth
 from revzoo.inplace_abn.layer import InPlaceABN2d
 from revzoo.invertible import Coupled, CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU
-from revzoo.runtime import drift, exact, kept_regions, layerwise, lookahead_setting, round, selective  # noqa: F401  they fill `seams.py`
+from revzoo.runtime import drift, exact, kept_regions, layerwise, round, selective  # noqa: F401  they fill `seams.py`
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.layer_chain import LayerChain

@@ -35,10 +35,10 @@ from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.inventory import Pattern, check_patterns, forget_inventory
 from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.lookahead import LookaheadOption, begin_lookahead, check_lookahead
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate, is_dense
 from revzoo.runtime.schedule import Applicable, check_schedule
-from revzoo.runtime.seams import LookaheadOption
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 
@@ -56,7 +56,7 @@ class ReversibleChain(nn.Module):
         coupling: a registered name, a `Coupling`, or a sequence of couplings, one per step.
         exact: whether to round the streams to a grid, so that inversion is exact and gradients are bit-identical in every
             mode. Needs float32 or float64 streams and |b| = 1. A coupling with kept bits is exact whatever is given here.
-        lookahead: how many steps are recovered ahead of backward: 0, 1, or "auto".
+        lookahead: how many steps are recovered ahead of backward, 0 or 1.
         keep: submodules of the steps whose outputs are kept in forward and take the place of those of a second run, in every
             mode: names ("*.router"), classes, or functions of a module. Those that return integers are kept anyway
             (`kept_regions.py`).
@@ -97,15 +97,12 @@ class ReversibleChain(nn.Module):
 
     @property
     def lookahead(self) -> LookaheadOption:
-        """How many steps are recovered ahead of backward, beside the gradient of the step after it: 0, 1, or "auto".
-
-        See `lookahead.py`; "auto" times both in the first training steps and keeps the faster (`lookahead_setting.py`).
-        """
-        return cast(LookaheadOption, self._lookahead.option)
+        """How many steps are recovered ahead of backward, beside the gradient of the step after it: 0 or 1 (`lookahead.py`)."""
+        return self._lookahead
 
     @lookahead.setter
     def lookahead(self, lookahead: LookaheadOption) -> None:
-        self._lookahead = seams.make_lookahead(lookahead)
+        self._lookahead = check_lookahead(lookahead)
 
     @property
     def exact(self) -> bool:
@@ -132,7 +129,7 @@ class ReversibleChain(nn.Module):
         self._schedule = check_schedule(modes, self._names())
 
     def forward(self, x1: Tensor, x2: Tensor, side: Any = None) -> Pair:
-        lookahead = self._lookahead.begin_forward(self._schedule, x1, x2)
+        lookahead = begin_lookahead(self._lookahead)
         return run_chain(self._links(), x1, x2, side=side, exact=self.exact, lookahead=lookahead, keep=self.keep)
 
     @torch.no_grad()

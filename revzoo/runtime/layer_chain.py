@@ -15,8 +15,7 @@ from revzoo.runtime.forward import Forward
 from revzoo.runtime.layer_rules import Layer, expand
 from revzoo.runtime.layerwise import Recording
 from revzoo.runtime.layout import LayoutEntry
-from revzoo.runtime.lookahead import Lookahead
-from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
+from revzoo.runtime.lookahead import Lookahead, LookaheadOption, begin_lookahead, check_lookahead
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
@@ -51,12 +50,12 @@ class LayerChain(nn.Sequential):
 
     @property
     def lookahead(self) -> LookaheadOption:
-        """How many layers are recovered ahead of backward, beside the gradient of the layer after it: 0, 1, or "auto"."""
-        return self._lookahead.option
+        """How many layers are recovered ahead of backward, beside the gradient of the layer after it: 0 or 1."""
+        return self._lookahead
 
     @lookahead.setter
     def lookahead(self, lookahead: LookaheadOption) -> None:
-        self._lookahead = LookaheadSetting(lookahead)
+        self._lookahead = check_lookahead(lookahead)
 
     @property
     def schedule(self) -> list[Mode]:
@@ -73,8 +72,7 @@ class LayerChain(nn.Sequential):
         self._schedule = check_schedule(modes, [entry.name for entry in self.layout() if entry.is_unit])
 
     def forward(self, input: Tensor) -> Tensor:
-        lookahead = self._lookahead.begin_forward(self._schedule, input)
-        return run_layers(self._layers(), input, lookahead=lookahead)
+        return run_layers(self._layers(), input, lookahead=begin_lookahead(self._lookahead))
 
     def layout(self) -> list[LayoutEntry]:
         """Return the layers in order; bijections among them have no mode."""

@@ -26,31 +26,45 @@ Source: PaReprop, Zhu and Mangalam 2023. There the order is tied to pairs of blo
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from contextvars import copy_context
 from functools import cache
 from threading import Lock
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from revzoo.errors import InputError
 from revzoo.host_copy import has_streams
+from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.forward import processes_communicate, runs_step
 from revzoo.runtime.random_state import leave_alone
 from revzoo.runtime.tripwire import send_comparisons
 from revzoo.sharded import is_sharded
 
+LookaheadOption = Literal[0, 1]
+
+
+def check_lookahead(lookahead: LookaheadOption) -> LookaheadOption:
+    """Return the number of calls that are recovered ahead of backward. InputError: neither 0 nor 1."""
+    if type(lookahead) is not int or lookahead not in (0, 1):
+        raise InputError(f"lookahead is 0 or 1, the number of steps recovered ahead of backward. Received: {lookahead!r}.")
+    return lookahead
+
+
+def begin_lookahead(lookahead: LookaheadOption) -> "Lookahead | None":
+    """Return what recovers the calls of one forward ahead of backward; None for nothing."""
+    if not lookahead or not torch.is_grad_enabled() or is_exporting():
+        return None
+    return _make_lookahead()
+
 
 class Recoverable(Protocol):
     """A call that backward may ask for."""
-
-    @property
-    def name(self) -> str:
-        """The name of what is called."""
 
     @property
     def device(self) -> torch.device:
@@ -82,25 +96,10 @@ class Recoverable(Protocol):
         """Free what was refilled; it can be recovered again."""
 
 
-class Stopwatch(Protocol):
-    """Times one backward."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
 class Lookahead:
-    """Recovers ahead of backward, for the calls of one forward. At most one recovery is under way.
+    """Recovers ahead of backward, for the calls of one forward. At most one recovery is under way."""
 
-    Args:
-        stopwatch: times backward from the first recovery on, if not None.
-        is_on: whether calls are recovered ahead. False to time a backward without look-ahead.
-    """
-
-    def __init__(self, stopwatch: "Stopwatch | None" = None, *, is_on: bool = True) -> None:
-        self._stopwatch = stopwatch
-        self._is_on = is_on
+    def __init__(self) -> None:
         self._latest: ref[Recoverable] | None = None
         self._started: _Started | None = None
         self._lock = Lock()
@@ -117,7 +116,7 @@ class Lookahead:
 
     def start(self, recoverable: Recoverable | None) -> None:
         """Begin to recover a call, unless that could disturb the gradient."""
-        if recoverable is None or not self._is_on or (executor := _choose_executor(recoverable)) is None:
+        if recoverable is None or (executor := _choose_executor(recoverable)) is None:
             return
         with self._lock:  # another thread may differentiate the same graph
             if self._started is None:
@@ -149,16 +148,7 @@ class Lookahead:
         return self._remove(started)
 
     def forget(self) -> None:
-        """Note that backward recovers a call itself: wait for another recovery that is under way, and free its results.
-
-        In a backward that is timed, the first such call starts the stopwatch.
-        """
-        if self._stopwatch is not None and torch._C._current_graph_task_id() not in (-1, self._task):
-            self._stopwatch.start()
-            self._call_after_backward()
-        self._drop_started()
-
-    def _drop_started(self) -> None:
+        """Wait for a recovery that is under way, and free its results: backward recovers another call itself, or ends."""
         started = self._started
         if started is None:
             return
@@ -182,17 +172,20 @@ class Lookahead:
             cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(_EndOfBackward(self))
 
     def end_backward(self) -> None:
-        """Wait for the recovery that is under way, and free its results."""
-        self._drop_started()
-        if self._stopwatch is not None:
-            self._stopwatch.stop()
+        """Leave nothing under way after a backward."""
+        self.forget()
         send_comparisons()
 
     def abandon_backward(self) -> None:
         """The same for a backward that has raised: nothing runs on beside what the user does next."""
         with suppress(BaseException):  # the user has got another one
-            self._drop_started()
+            self.forget()
         self._started = None
+
+
+@exclude_from_compilation
+def _make_lookahead() -> Lookahead:
+    return Lookahead()
 
 
 class _EndOfBackward:
@@ -271,29 +264,11 @@ def _is_backward_compiled() -> bool:
     return compiled_autograd is not None and bool(compiled_autograd.in_compiled_autograd_region)
 
 
-Observer = Callable[[Recoverable], None]
-_observers: list[tuple[Observer, Observer]] = []
-
-
-@contextmanager
-def observe_recoveries(begin: Observer, end: Observer) -> Iterator[None]:
-    """Call `begin` and `end` around each recovery that runs at once, ahead of backward."""
-    _observers.append((begin, end))
-    try:
-        yield
-    finally:
-        _observers.remove((begin, end))
-
-
 def _recover_at_once(recoverable: Recoverable) -> _Started:
-    for begin, _ in _observers:
-        begin(recoverable)
     try:
         recoverable.recover_ahead()
     except Exception as error:
         return _Started(recoverable, _raiser(error))
-    for _, end in _observers:
-        end(recoverable)
     return _Started(recoverable, _do_nothing)
 
 

@@ -7,24 +7,22 @@ axes than stands here.
     slot                filled by              asked
     begin_forward       round.py, drift.py     at the beginning of the recorded forward of a chain
     make_grid           exact.py               for exact arithmetic
-    make_lookahead      lookahead_setting.py   for the setting of a chain
     record_layerwise    layerwise.py           for a step whose f is made of layers with an inverse
     keep_products       selective.py           before the first run of a call in mode `selective`
     keep_regions        kept_regions.py        before the first run of a call that has or may have regions to keep
     follower            complete_gradients.py  told which calls will run again, and which will not
 
-Four have no slot. A mode is a member of `mode.py`, asked by `run_link`, `run_node` and `layer_chain.py`. A coupling is
+Five have no slot. A mode is a member of `mode.py`, asked by `run_link`, `run_node` and `layer_chain.py`. A coupling is
 registered in `coupling.py`, and asked in every forward for its coefficients, which may be others for each example (`bind`). A
-device is a row of `settings.py`. A fingerprint is in `fingerprint.py`.
+device is a row of `settings.py`. A fingerprint is in `fingerprint.py`. Look-ahead is made for each forward by `lookahead.py`,
+and follows its recorded calls.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
-
-LookaheadOption = Literal[0, 1, "auto"]
 
 
 class Keeper(Protocol):
@@ -44,7 +42,6 @@ class Keeper(Protocol):
 
 begin_forward: list[Callable[..., None]] = []  # called with the forward, an input, the steps, and the segment before them
 make_grid: Callable[..., Any]  # called as `Grid`
-make_lookahead: Callable[[Any], Any]  # called with the option
 record_layerwise: Callable[..., Any]  # called with step, forward and whether it is watched; returns a call, or None
 keep_products: Callable[[], Any]
 keep_regions: Callable[..., Any]  # called with f, its name, the forward and the conditions; returns a keeper, or None

@@ -14,7 +14,7 @@ from revzoo.errors import InputError
 from revzoo.hub import find_source
 from revzoo.model.create import build_for_weights, create, find_original, find_weights
 from revzoo.model.network import Model
-from revzoo.runtime.lookahead_setting import LookaheadOption
+from revzoo.runtime.lookahead import LookaheadOption
 from revzoo.runtime.mode import Mode
 from revzoo.sharding.shard import ignore_view_warnings
 from revzoo.spec.loading import load_spec

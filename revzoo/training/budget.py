@@ -113,7 +113,7 @@ def _list_changes(run: Run, step: PlannedStep, limit: int, plan: Plan) -> Iterat
         yield f"budget: {format_bytes(plan.budget_bytes)} in the plan, {format_bytes(limit)} now"
     if options.solver != plan.solver:
         yield f"solver: {plan.solver} in the plan, {options.solver} now"
-    if step.lookahead not in ("auto", plan.lookahead):
+    if step.lookahead != plan.lookahead:
         yield f"lookahead: {plan.lookahead} in the plan, {step.lookahead} now"
     if plan.units != run.model.units:
         yield "its units are not the model's"

@@ -251,7 +251,5 @@ def _verify_gradients(run: Run) -> None:
 def _print_plan(run: Run, plan: Plan | None) -> None:
     if plan is not None:
         run.display.console.print(f"The plan: {plan}")
-    elif run.model.lookahead == "auto":
-        run.display.console.print("Look-ahead: the first training steps are timed with and without it.")
     elif run.model.lookahead:
         run.display.console.print("Look-ahead: the next step is recovered beside the gradient of the present one.")

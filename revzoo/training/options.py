@@ -225,13 +225,12 @@ class MemoryOptions:
         budget: limit for the peak of all memory together, per process: bytes, a size such as "8GiB", a share of the device's
             memory such as "60%", or "auto" for nine tenths of what is free. None: `model.schedule` is used.
         solver: "timeline" or "knapsack", as for `revzoo.solve`.
-        lookahead: how many steps are recovered ahead of backward, 0 or 1. "auto" takes what is faster: with a budget both are
-            planned and timed, else the first training steps are.
+        lookahead: how many steps are recovered ahead of backward, 0 or 1.
     """
 
     budget: Budget | None = None
     solver: Solver = "timeline"
-    lookahead: Literal[0, 1, "auto"] = 0
+    lookahead: Literal[0, 1] = 0
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from revzoo.planning.profiling.profile import count_model_bytes
 from revzoo.planning.ranks.division import Division, count_rank_bytes
 from revzoo.planning.ranks.rank_plan import count_rank_peak, plan_ranks
 from revzoo.planning.setting import Setting, read_setting
-from revzoo.runtime.lookahead_setting import LookaheadOption
+from revzoo.runtime.lookahead import LookaheadOption
 from revzoo.training.setup import Run
 
 _SCALAR_BYTES = 8 + 4  # the sum of an epoch's losses; a batch's loss beside the same divided by the batches of an update

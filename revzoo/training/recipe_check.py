@@ -147,7 +147,6 @@ def _list_update_rules(get: Callable[[str], Any]) -> list[_Rule]:
         (graph and in_backward, "train.optimizer_in_backward", f"false {captured}"),
         (graph and is_fp16, "train.mixed_precision", f"bf16 or 'no' {captured}: the scale of fp16 is not that of the graph"),
         (graph and divides, "train.shard", f"none {captured}"),
-        (graph and lookahead == "auto", "memory.lookahead", f"0 or 1 {captured}, whose steps cannot be timed"),
         (graph and get("memory.budget") is not None, "memory.budget", f"null {captured}: a graph keeps its memory for itself"),
         (graph and get("coupling") is not None, "coupling", f"null {captured}: a graph has the first coupling"),
         (get("train.offload") is True and not divides, "train.offload", f"false {whole}"),

@@ -66,7 +66,7 @@ def tables(measured):
         "memory": MemoryTable(dict.fromkeys(modes, large), "invert"),
         "profile": tabulate_profile(counted),
         "plan": tabulate_plan(plan, beside),
-        "batches": tabulate_batches(BatchPlan(1024, plan, 0.125, 0.125, rows)),
+        "batches": tabulate_batches(BatchPlan(1024, plan, 0.125, rows)),
         "predict": tabulate_predictions([make_rows(name) for name in ("golden_retriever", "Indian elephant")]),
         "list": tabulate_zoo(list_models(), json.loads((data_root() / "docs" / "zoo.json").read_text())),
         "recipes": tabulate_recipes({"rev_mvit_b_imagenet": "Rev-MViT-B on ImageNet with the numbers of the authors. " * 3}),

@@ -73,7 +73,6 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "exact": lambda: make_chain(exact=True),
     "8 kept bits": lambda: make_chain(coupling=momentum(kept_bits=8, gain=1.0)),
     "look-ahead": lambda: make_chain(lookahead=1),
-    "look-ahead auto": lambda: make_chain(lookahead="auto"),
     "layers": make_layers,
     "reversible Llama": make_llama,
     "in-place ABN": make_in_place,

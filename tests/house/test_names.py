@@ -49,14 +49,12 @@ PINNED = {
         "(model, batch, budget, *, solver='timeline', optimizer=None, loss=None, lookahead=0, accumulate=False, profile=False)"
     ),
     "preview_reversible": "(model, *paths, batch, kept_bits=8)",
-    "profile": (
-        "(model, batch, optimizer=None, *, loss=None, run=True, estimate=False, other_bytes=0, lookahead=False, budget=None)"
-    ),
+    "profile": "(model, batch, optimizer=None, *, loss=None, run=True, estimate=False, other_bytes=0, budget=None)",
     "reforward": "(module, batch, budget=None, *, optimizer=None, loss=None)",
     "ordinary_": "(model)",
     "release": "(module)",
     "reversible_": ("(model, *paths, batch=None, coupling='momentum', kept_bits=8, fraction_bits=None, split=None, keep=())"),
-    "solve": "(profile, budget, solver='timeline', *, baseline='peak', lookahead=0)",
+    "solve": "(profile, budget, solver='timeline')",
     "transform": "(model)",
     "verify": "(model, batch)",
 }

@@ -31,7 +31,7 @@ def timetable(monkeypatch):
     seconds = {"store": 3.0, "selective": 3.25, "recompute": 3.5, "invert": 4.0, "first": 3.75}
     seen: list[list[str]] = []
 
-    def known(model, batch, modes, loss, lookahead=0, *, elapsed=False):
+    def known(model, batch, modes, loss, lookahead=0):
         seen.append(list(modes))
         noise = 100.0 if len(seen) == 2 else 0.0  # one bad step, which a median does not feel
         spent = [seconds[variant] - 1 + noise for variant in list_variants(modes)]
@@ -105,7 +105,7 @@ def set_seconds(monkeypatch, seconds):
     """Let every unit take known seconds, given its variant and the number of the step."""
     steps = itertools.count()
 
-    def known(model, batch, modes, loss, lookahead=0, *, elapsed=False):
+    def known(model, batch, modes, loss, lookahead=0):
         step = next(steps)
         spent = [seconds(variant, step) - 1 for variant in list_variants(modes)]
         return sum(spent) + len(modes) + 0.5, [1.0] * len(modes), spent
@@ -140,12 +140,11 @@ def test_the_clock_is_that_of_the_thread_except_where_a_second_one_works(monkeyp
     ticks = itertools.count()
     monkeypatch.setattr("revzoo.planning.profiling.clock.time.thread_time", lambda: next(ticks))
     chain, batch = chain_of(2)
-    schedules = [(("store", "store"), 0), (("invert", "store"), 0)]
     # Marks at the beginning, two forwards, the loss, two backwards and the end.
-    assert timing.measure_step_seconds(chain, batch, schedules) == [(6.0, 0.0), (6.0, 0.0)]
-    assert next(ticks) == 6 * 2 * 7
-    assert timing.measure_step_seconds(chain, batch, [(("invert", "invert"), 1)])[0].seconds < 6
-    assert next(ticks) == 6 * 2 * 7 + 1
+    assert timing.measure_step_seconds(chain, batch, ("invert", "store")) == (6.0, 0.0)
+    assert next(ticks) == 6 * 7
+    assert timing.measure_step_seconds(chain, batch, ("invert", "invert"), lookahead=1).seconds < 6
+    assert next(ticks) == 6 * 7 + 1
 
 
 def test_costs_become_nanoseconds_over_storing():

@@ -25,7 +25,6 @@ GRAPH = "train.cuda_graph=true"
         ("train.optimizer_in_backward=true", "train.optimizer_in_backward", "false with train.cuda_graph"),
         ("train.mixed_precision=fp16", "train.mixed_precision", "bf16 or 'no' with train.cuda_graph"),
         ("train.shard=full", "train.shard", "none with train.cuda_graph"),
-        ("memory.lookahead=auto", "memory.lookahead", "0 or 1 with train.cuda_graph"),
         ("memory.budget=1GiB", "memory.budget", "null with train.cuda_graph"),
         ("coupling.m=[0.5,0.9]", "coupling", "null with train.cuda_graph"),
     ],

@@ -10,7 +10,7 @@ from revzoo.planning.batch import BatchPlan
 
 def tabulate_batches(best: BatchPlan) -> RenderableType:
     """Return tables of the batch-size search: every size's predicted speed, and the best plan."""
-    table = Table(title="Predicted samples per second; a dash means that it does not fit the budget")
+    table = Table(title="Samples per second of the sizes tried; a dash means that it does not fit the budget")
     for heading in ("batch", "planned", "all stored", "all inverted", "peak of the plan"):
         table.add_column(heading, justify="right")
     for row in best.rows:

@@ -3,13 +3,13 @@
 In four of the schedules all units have the same mode (nodes, which cannot invert, are selective where steps invert). In the
 other two, inverted steps alternate with recomputed ones, because the first step of an inverted run is recovered like a
 recomputed one. What an inverted layer takes also depends on its place in the run: short runs of layers at every place show
-that. With look-ahead five more schedules are traced.
+that.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -22,8 +22,8 @@ from revzoo.planning.profiling.hooks import list_units, read_layout
 from revzoo.planning.profiling.trace import LossFunction, Trace, trace
 from revzoo.planning.solvers.problem import Problem
 from revzoo.runtime.drift import ignore_error_growth
-from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.lookahead import LookaheadOption
 from revzoo.runtime.mode import MODES, Mode
 
 _FEW_FLOPS = 4 * 10**9  # a CPU runs a step of so many in less time than Python takes for the same step in FakeTensors
@@ -39,7 +39,6 @@ def count(
     other_bytes: int = 0,
     *,
     update_bytes: int = 0,
-    lookahead: bool = False,
 ) -> Problem:
     """Return the bytes and FLOPs of every unit in every mode, counted without running the model.
 
@@ -51,10 +50,8 @@ def count(
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         other_bytes: other memory that is alive during the whole training step, such as optimizer state and averaged weights.
         update_bytes: what the optimizer's update takes beside gradients and all that.
-        lookahead: count the backward of every unit with look-ahead as well, from five more schedules.
     Raises:
-        InputError: not a model that can be planned, compiled steps, an unusable batch, or no parameter with a gradient; with
-            look-ahead, steps made of layers with an inverse.
+        InputError: not a model that can be planned, compiled steps, an unusable batch, or no parameter with a gradient.
     """
     entries = list_units(model)
     if len({id(entry.module) for entry in entries}) < len(entries):
@@ -66,11 +63,6 @@ def count(
             f"What compiled code keeps cannot be counted. Received: compiled {join_names(compiled, most=3)}. Plan first, then "
             "compile the steps: the plan stays in force."
         )
-    if lookahead and (units := [entry.name for entry in entries if entry.can_invert and is_made_of_layers(entry.module)]):
-        raise InputError(
-            f"What look-ahead takes is not counted where inversion goes layer by layer. Received: {join_names(units, most=3)}. "
-            "Plan with lookahead=0."
-        )
     with preserve_schedules(model):
         first, *others = list_traced_schedules(entries)
         traces = [_trace_apart(model, batch, first, loss)]
@@ -78,9 +70,7 @@ def count(
         fake = not small or any(p.device.type != "cpu" for p in model.parameters())
         with ignore_error_growth():
             traces += [_trace_apart(model, batch, modes, loss, fake) for modes in others]
-            schedules = list_schedules_ahead(entries) if lookahead else ()
-            ahead = [_trace_apart(model, batch, modes, loss, fake, lookahead=1) for modes in schedules]
-    problem = build_problem(read_layout(model), traces, other_bytes, ahead)
+    problem = build_problem(read_layout(model), traces, other_bytes)
     if update_bytes:
         problem = replace(problem, update_bytes=_count_left(traces[0]) + other_bytes + update_bytes - problem.fixed_bytes)
     return problem
@@ -120,12 +110,6 @@ def _list_runs_of_layers(entries: Sequence[LayoutEntry]) -> list[list[Mode]]:
     return schedules
 
 
-def list_schedules_ahead(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]]:
-    """Yield the five schedules that are traced with look-ahead: the first six without the one that stores."""
-    for modes in list(list_traced_schedules(entries))[1:6]:
-        yield [mode if mode.drops else Mode.RECOMPUTE for mode in modes]
-
-
 def count_peak(
     model: nn.Module,
     batch: Any,
@@ -134,7 +118,7 @@ def count_peak(
     other_bytes: int = 0,
     *,
     update_bytes: int = 0,
-    lookahead: Literal[0, 1] = 0,
+    lookahead: LookaheadOption = 0,
 ) -> int:
     """Return the peak memory of a training step with this schedule [bytes], counted without running it. Args: as `count`."""
     with preserve_schedules(model):
@@ -148,7 +132,7 @@ def _trace_apart(
     modes: Sequence[Mode],
     loss: LossFunction | None,
     fake: bool = True,
-    lookahead: Literal[0, 1] = 0,
+    lookahead: LookaheadOption = 0,
 ) -> Trace:
     try:
         with isolated(model, batch, fake=fake) as inputs:

@@ -10,8 +10,8 @@ From each log follows, for every unit in the mode that it had there,
     cost, made_bytes    FLOPs, and bytes allocated in backward, beyond those that storing needs
 
 At the same place of the training step, two schedules differ only in what the preceding units keep. The numbers therefore hold
-for every schedule, exactly for the zoo's models (`tests/planning/test_count.py` counts random schedules). With look-ahead a
-backward has three parts (`Ahead`). Known to come out too high: bare chains, by at most a pair of streams, where the first steps
+for every schedule, exactly for the zoo's models (`tests/planning/test_count.py` counts random schedules). Known to come out too
+high: bare chains, by at most a pair of streams, where the first steps
 are inverted alone or all steps are stored; and a mask that no unit keeps.
 
 What an inverted layer takes also depends on its place in the run (`InRun`): whether it is the first, or the last, whose output
@@ -27,8 +27,8 @@ from functools import partial
 from itertools import pairwise, product
 from operator import attrgetter
 
-from revzoo.planning.profiling.trace import Recovered, Trace
-from revzoo.planning.solvers.problem import Ahead, InRun, Option, Problem, Recovery, Unit, tabulate
+from revzoo.planning.profiling.trace import Trace
+from revzoo.planning.solvers.problem import InRun, Option, Problem, Unit, tabulate
 from revzoo.runtime.layer_rules import is_channelwise, is_coupled
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import Storages
@@ -37,10 +37,8 @@ from revzoo.runtime.mode import Mode
 _NONE: Storages = frozenset()
 
 
-def build_problem(
-    layout: Sequence[LayoutEntry], traces: Sequence[Trace], other_bytes: int = 0, ahead: Sequence[Trace] = ()
-) -> Problem:
-    """Return the problem that the traces of `list_traced_schedules` describe, and with look-ahead `list_schedules_ahead`."""
+def build_problem(layout: Sequence[LayoutEntry], traces: Sequence[Trace], other_bytes: int = 0) -> Problem:
+    """Return the problem that the traces of `list_traced_schedules` describe."""
     entries = [entry for entry in layout if entry.is_unit]
     stored, recomputed, inverted = traces[0], traces[2], traces[3]  # in the order of MODES
     states = stored.number_states()
@@ -81,12 +79,6 @@ def build_problem(
             elif context.in_run.halved:
                 halved[k].setdefault(option.mode, replace(option, in_run=context.in_run))
     pairs = [_number(pair, states) for pair in stored.pairs]
-    for traced in ahead:
-        numbers, names = traced.number_states(stored), [entry.name for entry in entries]
-        for k, variant, found in _list_aheads(traced, numbers, names, kept_states, pairs):
-            option = options[k][variant]
-            if option.ahead is None or option.ahead.recovery is None:
-                options[k][variant] = replace(option, ahead=found)
     inputs = [_number(given, states) for given in stored.inputs]
     in_runs = [(*_complete(layer), *node.values()) for layer, node in zip(in_run, halved, strict=True)]
     return Problem(
@@ -229,65 +221,6 @@ def _list_contexts(
         own |= kept[k].keys()
         held_before |= held
         run = run + 1 if mode.inverts else 0
-
-
-def _list_aheads(
-    traced: Trace,
-    numbers: Mapping[int, int],
-    names: Sequence[str],
-    kept_states: Mapping[Mode, Sequence[tuple[int, ...]]],
-    pairs: Sequence[tuple[int, ...]],
-) -> Iterator[tuple[int, tuple[Mode, bool], Ahead]]:
-    """Yield the units that drop something in a trace with look-ahead: index, variant, and backward."""
-    kept, index = _kept_storages(traced), {name: k for k, name in enumerate(names)}
-    recoveries = {index[name]: recovered for name, recovered in traced.recoveries.items() if name in index}
-    backward = {unit: span for unit, *span, _ in traced.phases("backward")}
-    for k, context in enumerate(_list_contexts(traced, numbers, kept_states)):
-        if k not in backward:
-            continue
-        (start, end), mode = backward[k], traced.modes[k]
-        begun = next((each for each in recoveries.values() if each.beside == k), None)
-        if begun is None and k not in recoveries:
-            continue
-        begun = begun or Recovered(k, end, frozenset(), end)  # it is the last that is recovered
-        ahead = _count_ahead(traced, context, start, end, begun)
-        if k in recoveries:
-            own = recoveries[k]
-            made, before = traced.born(own.start, own.end), traced.alive(own.start)
-            after = traced.alive(own.end)
-            left = sum(after.get(storage, 0) for storage in made)
-            left -= sum(before[storage] - after.get(storage, 0) for storage in kept[k] if storage in before)
-            peak = traced.peak((own.start, own.end), frozenset()) - sum(before.values())
-            released = _list_released(mode, context.begins_run, pairs[k], pairs[k + 1])
-            ahead = replace(ahead, recovery=Recovery(peak, left, released))
-        yield k, (mode, context.begins_run), ahead
-
-
-def _count_ahead(traced: Trace, context: _Context, start: int, end: int, begun: Recovered) -> Ahead:
-    """Return the backward of a unit between two positions of the log, in which another one's recovery is begun."""
-    made = traced.born(begun.start, begun.end)
-
-    def measure_paired(without: set[int]) -> int:
-        sources = traced.sum(begun.start, without, only=begun.sources)
-        return traced.peak((begun.end, end), without | made | begun.sources) + sources
-
-    return Ahead(
-        before_bytes=context.tabulate(lambda without: traced.peak((start, begun.start), without)),
-        during_bytes=context.tabulate(lambda without: traced.sum(begun.start, without)),
-        after_bytes=context.tabulate(lambda without: traced.peak((begun.end, end), without | made)),
-        paired_bytes=context.tabulate(measure_paired),
-        recovery=None,
-    )
-
-
-def _list_released(mode: Mode, begins_run: bool, before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
-    """Return the states that an inverted run keeps no longer when a step of it has been recovered.
-
-    The run then keeps the pair before the step; if the step begins the run, only bijections behind it are undone.
-    """
-    if not mode.inverts or (begins_run and set(before) & set(after)):
-        return ()
-    return tuple(state for state in after if state not in before)
 
 
 def _list_states_beside(traces: Sequence[Trace]) -> Iterator[set[int]]:

@@ -15,7 +15,7 @@ from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.layer_rules import has_inverse, is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
-from revzoo.runtime.lookahead_setting import LookaheadOption
+from revzoo.runtime.lookahead import LookaheadOption
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.observation import observe_calls

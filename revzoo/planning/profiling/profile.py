@@ -25,6 +25,7 @@ from revzoo.planning.profiling.trace import LossFunction
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.planning.solvers.problem import Problem, reprice
 from revzoo.planning.solvers.schedule import cost
+from revzoo.planning.solvers.timeline import minimize_peak
 
 # What a device computes in float32 while it moves a byte: about 14 on an H200 (67 TFLOP/s, 4.8 TB/s).
 _FLOPS_PER_BYTE = 16
@@ -73,7 +74,6 @@ def profile(
     run: bool = True,
     estimate: bool = False,
     other_bytes: int = 0,
-    lookahead: bool = False,
     budget: str | int | None = None,
 ) -> Profile:
     """Count the bytes and FLOPs of every unit in every mode, check how many steps can be inverted, and measure seconds.
@@ -91,7 +91,6 @@ def profile(
         run: False measures no seconds. Whether steps can be inverted is still checked, on a few examples.
         estimate: time only the minimum-memory schedule, and assume that every mode but storing costs one extra forward.
         other_bytes: other memory that is alive during the whole training step, such as averaged weights.
-        lookahead: count what every unit needs with look-ahead as well, for `revzoo.solve(profile, budget, lookahead=1)`.
         budget: no training step that takes more is timed, as for `revzoo.solve`; None is what is free.
     Raises:
         InputError: not such a model, or one that processes divide; an unusable batch, no parameter with a gradient, an
@@ -101,7 +100,7 @@ def profile(
     require_whole(model)
     taken = count_optimizer(model, optimizer)
     other_bytes += taken.state
-    counted = count(model, batch, loss, other_bytes, update_bytes=taken.update, lookahead=lookahead)
+    counted = count(model, batch, loss, other_bytes, update_bytes=taken.update)
     memory = replace(counted, max_invert_run=predict_inversion_limit(model))
     notes, timing, workspace = [], None, 0
     if any(p.is_meta for p in model.parameters()):
@@ -121,7 +120,7 @@ def profile(
             )
         if run:
             allowance = _find_allowance(model, budget)
-            workspace, more = _measure_workspace(model, batch, replace(memory, lookahead=1 if lookahead else 0), loss)
+            workspace, more = _measure_workspace(model, batch, memory, loss)
             memory = replace(memory, fixed_bytes=memory.fixed_bytes + workspace)
             notes += more
             timing, more = _measure_or_estimate(model, batch, memory, loss, estimate, allowance)
@@ -131,9 +130,11 @@ def profile(
 
 
 def _measure_workspace(model: nn.Module, batch: Any, memory: Problem, loss: LossFunction | None) -> tuple[int, list[str]]:
-    """Return what kernels take beside what is counted, and notes about it."""
+    """Return what kernels take at the smallest peak beside what is counted, and notes about it."""
+    problem = replace(memory, update_bytes=0)  # no update is run
+    smallest, modes = minimize_peak(problem)
     try:
-        workspace = measure_workspace(model, batch, memory, loss)
+        workspace = measure_workspace(model, batch, modes, smallest - problem.fixed_bytes, loss)
     except MemoryError:
         return 0, ["What kernels take beside what is counted is not known: no training step fits the memory."]
     if not workspace:

@@ -11,9 +11,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from revzoo.planning.solvers.schedule import peak
 from revzoo.planning.solvers.timeline import minimize_peak
 from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.lookahead import LookaheadOption
 from revzoo.runtime.mode import MODES, Mode
 
 _RUNS = 5  # at least
@@ -62,32 +63,27 @@ class Timing:
 def measure_step_seconds(
     model: nn.Module,
     batch: Any,
-    schedules: Sequence[tuple[Sequence[Mode], Literal[0, 1]]],
+    modes: Sequence[Mode],
     loss: LossFunction | None = None,
-) -> list[Median]:
-    """Run training steps with each schedule in turn; return the medians of their times, forward and backward.
+    lookahead: LookaheadOption = 0,
+) -> Median:
+    """Run training steps with a schedule; return the median of their times, forward and backward.
 
     Args:
         model: one that can be planned.
         batch: of the size that is planned for.
-        schedules: each with its look-ahead.
+        modes: the schedule.
         loss: computes the loss from what the model returns; None is a sum.
+        lookahead: how many units are recovered ahead of backward. With 1 the time is the one that passes, also on a CPU.
     Raises:
         MemoryError: a training step ran out of memory.
     """
-    times: list[list[float]] = [[] for _ in schedules]
-    elapsed = any(depth for _, depth in schedules)
-
-    def run(modes: Sequence[Mode], depth: Literal[0, 1]) -> float:
-        return _time_step(model, batch, modes, loss, depth, elapsed=elapsed)[0]
-
+    times: list[float] = []
     with preserve_schedules(model):
-        for schedule in schedules:
-            run(*schedule)  # a warm-up
-        for _ in repeat(_RUNS, lambda: max(find_median(each).spread for each in times)):
-            for schedule, each in zip(schedules, times, strict=True):
-                each.append(run(*schedule))
-    return [find_median(each) for each in times]
+        _time_step(model, batch, modes, loss, lookahead)  # a warm-up
+        for _ in repeat(_RUNS, lambda: find_median(times).spread):
+            times.append(_time_step(model, batch, modes, loss, lookahead)[0])
+    return find_median(times)
 
 
 def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: int, loss: LossFunction | None = None) -> Timing:
@@ -254,13 +250,11 @@ def _time_step(
     batch: Any,
     modes: Sequence[Mode],
     loss: LossFunction | None,
-    lookahead: Literal[0, 1] = 0,
-    *,
-    elapsed: bool = False,
+    lookahead: LookaheadOption = 0,
 ) -> tuple[float, list[float], list[float]]:
     """Run a training step; return the seconds of all of it, of each unit's forward, and of each unit's backward."""
     assign_schedule(model, modes, lookahead)
-    clock = _Watch(make_clock(next(model.parameters()).device, elapsed=elapsed))
+    clock = _Watch(make_clock(next(model.parameters()).device, elapsed=bool(lookahead)))
     with memory_errors(), isolated(model, batch) as inputs, StepHooks(model, clock) as hooks:
         clock.mark("begin", -1)
         hooks.enter_forward()
@@ -277,7 +271,12 @@ def _time_step(
 
 
 def measure_workspace(
-    model: nn.Module, batch: Any, problem: Problem, loss: LossFunction | None = None, modes: Sequence[Mode] | None = None
+    model: nn.Module,
+    batch: Any,
+    modes: Sequence[Mode],
+    counted_bytes: int,
+    loss: LossFunction | None = None,
+    lookahead: LookaheadOption = 0,
 ) -> int:
     """Return by how much the allocator's peak exceeds the counted one in a training step [bytes].
 
@@ -286,18 +285,16 @@ def measure_workspace(
     CPU. Resets the allocator's peak statistics.
 
     Args:
-        model, batch, problem, loss: as for `measure_timing`.
-        modes: the schedule; None is that of the smallest peak.
+        model, batch, modes, loss, lookahead: as for `measure_step_seconds`.
+        counted_bytes: the counted peak of this step, without what is there when it begins.
     Raises:
         MemoryError: the step ran out of memory.
     """
     device = next(model.parameters()).device
     if device.type != "cuda":
         return 0
-    problem = replace(problem, update_bytes=0)  # no update is run
-    modes = minimize_peak(problem)[1] if modes is None else modes
     with preserve_schedules(model):
-        _time_step(model, batch, modes, loss, problem.lookahead)  # a warm-up: cuDNN tries kernels that it does not choose
+        _time_step(model, batch, modes, loss, lookahead)  # a warm-up: cuDNN tries kernels that it does not choose
         with memory_errors(), isolated(model, batch) as inputs:
             torch._C._cuda_clearCublasWorkspaces()  # so that they count, whatever ran before
             torch.cuda.empty_cache()  # and blocks are as large as what they are made for
@@ -307,8 +304,7 @@ def measure_workspace(
             with leave_autocast():
                 total.backward()
             taken = torch.cuda.max_memory_allocated(device) - before
-    workspace = taken - (peak(problem, modes) - problem.fixed_bytes)
-    return max(0, -(-workspace // _ROUNDING) * _ROUNDING)
+    return max(0, -(-(taken - counted_bytes) // _ROUNDING) * _ROUNDING)
 
 
 @contextmanager

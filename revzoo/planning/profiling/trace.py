@@ -23,8 +23,7 @@ from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import LiveBytes, Storages
-from revzoo.runtime.lookahead import Recoverable, observe_recoveries
-from revzoo.runtime.lookahead_setting import LookaheadOption
+from revzoo.runtime.lookahead import LookaheadOption
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import observe_inversions
 
@@ -57,23 +56,6 @@ class Mark:
 
 
 @dataclass
-class Recovered:
-    """The recovery of one unit ahead of backward.
-
-    Args:
-        beside: index of the unit in whose backward it ran.
-        start: length of the log when it began.
-        sources: storages that it read: of an inverted step, the pair of states after it.
-        end: length of the log when it had ended.
-    """
-
-    beside: int
-    start: int
-    sources: Storages
-    end: int = 0
-
-
-@dataclass
 class Trace:
     """One training step.
 
@@ -87,7 +69,6 @@ class Trace:
         fixed: storages that exist from the beginning.
         loss_end: length of the log when the loss has been computed.
         backward_start: length of the log between forward and backward, when the casts of autocast have been freed.
-        recoveries: of the units that were recovered ahead, by name.
     """
 
     modes: list[Mode]
@@ -99,7 +80,6 @@ class Trace:
     fixed: Storages = frozenset()
     loss_end: int = 0
     backward_start: int = 0
-    recoveries: dict[str, Recovered] = field(default_factory=dict)
     _snapshots: list[dict[int, int]] = field(default_factory=list, repr=False)  # what is alive, every so many positions
 
     def phases(self, phase: str) -> Iterator[tuple[int, int, int, int]]:
@@ -125,19 +105,10 @@ class Trace:
                 sizes[storage] = size
         return sizes
 
-    def born(self, start: int, end: int) -> Storages:
-        """Return the storages that appear between two positions of the log."""
-        return frozenset(storage for storage, _ in self.log[start:end]) - self.alive(start).keys()
-
-    def sum(self, position: int, without: Set[int], only: Set[int] | None = None) -> int:
-        """Return the bytes alive at a position of the log, in storages other than `without`, or in those of `only`."""
-        alive = self.alive(position)
-        return sum(alive[storage] for storage in (alive.keys() if only is None else alive.keys() & only) - without)
-
     def peak(self, span: Sequence[int], without: Set[int]) -> int:
         """Return the peak between two positions of the log, of all storages other than `without`."""
         start, end = span
-        total = highest = self.sum(start, without)
+        total = highest = sum(size for storage, size in self.alive(start).items() if storage not in without)
         for storage, change in self.log[start:end]:
             if storage not in without:
                 total += change
@@ -182,7 +153,6 @@ def trace(
         flops,
         live,
         StepHooks(model, recorder) as hooks,
-        observe_recoveries(recorder.begin_recovery, recorder.end_recovery),
         observe_inversions(recorder.note_inversion),
         recorder.saving,
     ):
@@ -274,14 +244,6 @@ class _Recorder:
 
     def begin_backward(self, unit: int) -> None:
         self.mark("backward", unit)
-
-    def begin_recovery(self, call: Recoverable) -> None:
-        self._trace.recoveries[call.name] = Recovered(
-            self._trace.marks[-1].unit, self._live.now(), self._live.watch(list(call.sources))
-        )
-
-    def end_recovery(self, call: Recoverable) -> None:
-        self._trace.recoveries[call.name].end = self._live.now()
 
     def identify(self, tensors: Any) -> Storages:
         return self._live.watch(tensors)

@@ -12,7 +12,7 @@ A schedule gives each unit one of its modes; what it takes is in `schedule.py`.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from revzoo.runtime.mode import Mode
 
@@ -42,41 +42,6 @@ class _LazyTable(Sequence[int]):
         return self._compute(range(self._length)[index])
 
 
-@dataclass(frozen=True)
-class Recovery:
-    """What it takes to recover a unit ahead of its backward.
-
-    Args:
-        peak_bytes: peak of the recovery above what is in use when it begins.
-        left_bytes: in use from its end to the unit's own backward: refilled tensors, and of an inverted step a rebuilt state.
-        released: states that a run of inverted steps no longer keeps afterwards.
-    """
-
-    peak_bytes: int
-    left_bytes: int
-    released: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """The backward of a unit with look-ahead. All bytes are as in `Option.backward_bytes`.
-
-    Args:
-        before_bytes: peak until the next unit is recovered. This one has been recovered ahead.
-        during_bytes: in use when that recovery begins.
-        after_bytes: peak after it, without what it has left.
-        paired_bytes: the same where the recovered unit begins the run of inverted steps that this one belongs to, and
-            therefore still keeps the pair of states between the two.
-        recovery: of this unit; None if no other begins it.
-    """
-
-    before_bytes: Sequence[int]
-    during_bytes: Sequence[int]
-    after_bytes: Sequence[int]
-    paired_bytes: Sequence[int]
-    recovery: Recovery | None
-
-
 class InRun(NamedTuple):
     """Where an inverted layer is in its run of inverted units.
 
@@ -104,7 +69,6 @@ class Option:
             inputs: bit j of the index says that a preceding unit keeps `inputs[j]`, which is then not counted (`tabulate`).
         cost: extra work over storing [nanoseconds or FLOPs], at least 0.
         made_bytes: bytes allocated in backward beyond those that storing allocates there.
-        ahead: its backward with look-ahead; None if the unit drops nothing in this mode, or this was not counted.
         in_run: where an inverted layer is in its run, or that a node behind a run gets halves; None of everything else.
         leaves_halves: whether an inverted layer leaves its output in halves to the next layer of its run.
         freed_bytes: by how much its forward takes less because it frees its input, unless a preceding unit keeps that.
@@ -118,7 +82,6 @@ class Option:
     backward_bytes: Sequence[int]
     cost: int
     made_bytes: int = 0
-    ahead: Ahead | None = None
     in_run: InRun | None = None
     leaves_halves: bool = False
     freed_bytes: int = 0
@@ -161,7 +124,6 @@ class Problem:
         loss_bytes: what the loss needs between forward and backward, above what the units keep.
         pair_after: states after the last unit; they are alive at the loss, and a run that ends there keeps them.
         max_invert_run: most inverted steps in one run; None: any number.
-        lookahead: how many units are recovered ahead of backward.
         update_bytes: in use at the optimizer's update besides what is fixed: gradients, and what the update takes.
         is_left_at_loss: whether what units leave is alive at the loss.
     """
@@ -172,7 +134,6 @@ class Problem:
     loss_bytes: int
     pair_after: tuple[int, ...]
     max_invert_run: int | None = None
-    lookahead: Literal[0, 1] = 0
     update_bytes: int = 0
     is_left_at_loss: bool = False
 
@@ -185,11 +146,6 @@ class Problem:
     def all_stored(self) -> list[Mode]:
         """The schedule that stores everything."""
         return [Mode.STORE] * len(self.units)
-
-    @property
-    def counts_lookahead(self) -> bool:
-        """Whether it is known what some unit needs with look-ahead."""
-        return any(option.ahead is not None for unit in self.units for option in unit.options)
 
     def bytes_of(self, states: Sequence[int], held: frozenset[int]) -> int:
         """Return the bytes of those states that are not in `held`."""

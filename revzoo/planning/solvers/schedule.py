@@ -2,18 +2,13 @@
 
 A schedule gives each unit one of its modes. An `Edge` is one unit in one mode, given the modes of the preceding units. Both
 `follow_schedule` and the search in `timeline.py` are made of edges, so they always agree to the byte.
-
-With look-ahead, the backward of a unit that drops tensors has three parts: until the next such unit in the order of backward is
-recovered, that recovery, and the rest, beside what it has left. The need of a unit therefore depends on the modes of the
-preceding units up to the one that is recovered, which may be far away. A unit that drops nothing is passed by: what was
-recovered before its backward is in use during all of it. The unit that backward recovers first is not recovered ahead.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
-from revzoo.planning.solvers.problem import Ahead, InRun, Option, Problem, Recovery, Unit
+from revzoo.planning.solvers.problem import InRun, Option, Problem, Unit
 from revzoo.runtime.mode import Mode
 
 
@@ -38,8 +33,6 @@ class Place(NamedTuple):
     Args:
         run: length of the run of inverted steps that ends before it.
         held: states kept by the preceding units.
-        awaited: with look-ahead, the recovery of a preceding unit that the next unit which drops something begins.
-        is_over: with look-ahead, whether all units from here on drop nothing.
         goes_on: after an inverted layer, whether the next unit is inverted too; None if it may be or not.
         halved: whether the state in the run is in two halves.
         coupled: the layer because of which it is in halves, or because of which the run has to end if it is not.
@@ -47,8 +40,6 @@ class Place(NamedTuple):
 
     run: int = 0
     held: frozenset[int] = frozenset()
-    awaited: Recovery | None = None
-    is_over: bool = False
     goes_on: bool | None = None
     halved: bool = False
     coupled: int | None = None
@@ -83,10 +74,7 @@ class Edge:
 
 
 def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
-    """Yield an edge for each mode that unit k can have.
-
-    There are two where it may be the last that drops something, with look-ahead, and for an inverted layer that may be the last
-    of its run.
+    """Yield an edge for each mode that unit k can have; two for an inverted layer that may be the last of its run.
 
     Args:
         k: index of the unit.
@@ -100,14 +88,15 @@ def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
         beside_bytes = problem.bytes_of(unit.beside or unit.pair, held_before)
         if option.freed_bytes and held_before.isdisjoint(unit.inputs):
             beside_bytes -= option.freed_bytes
-        edge = Edge(
+        known = sum(1 << j for j, state in enumerate(unit.inputs) if state in held_before)
+        yield Edge(
             mode=option.mode,
             cost=option.cost,
             forward_bytes=closed_bytes + beside_bytes + option.forward_bytes,
-            backward_bytes=_count_backward(problem, unit, held, closed, option.backward_bytes),
+            backward_bytes=closed_bytes + option.backward_bytes[known],
             kept_bytes=closed_bytes + option.kept_bytes + problem.bytes_of(option.kept_states, held_before),
             left_bytes=option.left_bytes,
-            after=before._replace(
+            after=Place(
                 run=run + 1 if inverted else 0,
                 held=held_before.union(option.kept_states),
                 goes_on=goes_on,
@@ -115,12 +104,6 @@ def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
                 coupled=_find_coupled(unit, k, before) if goes_on else None,
             ),
         )
-        if not problem.lookahead:
-            yield edge
-        elif option.ahead is None:
-            yield _pass_by(problem, unit, option, before, closed, edge)
-        elif not before.is_over:
-            yield from _look_ahead(problem, unit, option.ahead, before, closed, edge)
 
 
 def _list_options(unit: Unit, k: int, before: Place) -> Iterator[tuple[Option, bool | None]]:
@@ -153,45 +136,6 @@ def _find_coupled(unit: Unit, k: int, before: Place) -> int | None:
     return coupled if coupled is not None and coupled > k else None
 
 
-def _count_backward(
-    problem: Problem, unit: Unit, held: frozenset[int], closed: Sequence[int], backward_bytes: Sequence[int]
-) -> int:
-    """Return a peak of a unit's backward above what the preceding units keep, of those in `backward_bytes`."""
-    held_before = held.union(closed)
-    known = sum(1 << j for j, state in enumerate(unit.inputs) if state in held_before)
-    return problem.bytes_of(closed, held) + backward_bytes[known]
-
-
-def _pass_by(problem: Problem, unit: Unit, option: Option, before: Place, closed: Sequence[int], edge: Edge) -> Edge:
-    """Return the edge of a unit that drops nothing, in whose backward an awaited recovery has already been made."""
-    recovery = before.awaited
-    if recovery is None:
-        return edge
-    closed = [state for state in closed if state not in recovery.released]
-    backward_bytes = _count_backward(problem, unit, before.held, closed, option.backward_bytes) + recovery.left_bytes
-    freed = problem.bytes_of(recovery.released, before.held.union(option.kept_states))
-    awaited = Recovery(recovery.peak_bytes, recovery.left_bytes - freed)
-    return replace(edge, backward_bytes=backward_bytes, after=edge.after._replace(awaited=awaited))
-
-
-def _look_ahead(problem: Problem, unit: Unit, ahead: Ahead, before: Place, closed: Sequence[int], edge: Edge) -> Iterator[Edge]:
-    """Yield the edge of a unit that is recovered ahead, and the edge of one that backward recovers first."""
-    recovery, released = before.awaited or Recovery(0, 0), set[int]()
-    goes_on = edge.mode.inverts and before.run > 0
-    if not goes_on:
-        released.update(recovery.released)
-    rest = ahead.paired_bytes if goes_on and not recovery.released else ahead.after_bytes
-    beside = _count_backward(problem, unit, before.held, [s for s in closed if s not in released], rest) + recovery.left_bytes
-    if before.awaited:
-        during_bytes = _count_backward(problem, unit, before.held, closed, ahead.during_bytes)
-        beside = max(beside, during_bytes + recovery.peak_bytes)
-    if ahead.recovery is not None:
-        backward_bytes = max(_count_backward(problem, unit, before.held, closed, ahead.before_bytes), beside)
-        yield replace(edge, backward_bytes=backward_bytes, after=edge.after._replace(awaited=ahead.recovery))
-    after = edge.after._replace(awaited=None, is_over=True)
-    yield replace(edge, backward_bytes=max(edge.backward_bytes, beside) if before.awaited else edge.backward_bytes, after=after)
-
-
 def loss_need_bytes(problem: Problem, held: frozenset[int]) -> int:
     """Return what the loss needs above the bytes that the units keep."""
     return problem.loss_bytes + problem.bytes_of(problem.pair_after, held)
@@ -202,30 +146,19 @@ def follow_schedule(problem: Problem, modes: Sequence[str]) -> Iterator[Edge]:
     if len(modes) != len(problem.units):
         raise ValueError(f"A schedule has one mode per unit: {len(problem.units)}. Received: {len(modes)}.")
     modes = list(modes)
-    place, last = Place(), _find_last_dropping(problem, modes)
+    place = Place()
     for k, (unit, mode) in enumerate(zip(problem.units, modes, strict=True)):
-        is_over, goes_on = last is not None and k >= last, modes[k + 1 : k + 2] == [Mode.INVERT]
+        goes_on = modes[k + 1 : k + 2] == [Mode.INVERT]
         edges: dict[str, Edge] = {
             edge.mode: edge
             for edge in list_edges(problem, k, place)
-            if edge.after.is_over == is_over
-            and edge.after.goes_on in (None, goes_on)
+            if edge.after.goes_on in (None, goes_on)
             and (edge.after.coupled is None or edge.after.halved == ({*modes[k : edge.after.coupled + 1]} == {Mode.INVERT}))
         }
         if mode not in edges:
             raise ValueError(f"Unit {unit.name!r} has the modes {', '.join(edges)} here. Received: {mode!r}.")
         yield edges[mode]
         place = edges[mode].after
-
-
-def _find_last_dropping(problem: Problem, modes: Sequence[str]) -> int | None:
-    """Return the index of the unit that backward recovers first; None without look-ahead, or where nothing is recovered."""
-    dropping = [
-        k
-        for k, (unit, mode) in enumerate(zip(problem.units, modes, strict=True))
-        if any(option.mode == mode and option.ahead is not None for option in unit.options)
-    ]
-    return dropping[-1] if dropping and problem.lookahead else None
 
 
 def peak(problem: Problem, modes: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 A *search state* is all that a unit and the following ones must know of those before it: the length of the run of inverted steps
 that ends there, and the states (tensors) that the preceding units keep; after an inverted layer, whether the run goes on, and
-in halves; with look-ahead also what the recovery of the unit before takes, and whether all units from here on drop nothing.
+in halves.
 """
 
 from dataclasses import dataclass, field
@@ -63,5 +63,4 @@ def _find_last_uses(problem: Problem) -> dict[int, int]:
 
 def need_at_the_end(problem: Problem, place: Place) -> int:
     """Return what the loss needs at a search state after the last unit; above all where a schedule cannot end there."""
-    is_open = place.awaited or place.goes_on  # a recovery that has to be begun, or a run that has to go on
-    return ABOVE_ALL + 1 if is_open else loss_need_bytes(problem, place.held)
+    return ABOVE_ALL + 1 if place.goes_on else loss_need_bytes(problem, place.held)

@@ -23,7 +23,7 @@ a schedule that is found so and fits is the cheapest. Otherwise what is left cou
 and the gap says how much cheaper the first one was.
 
 Known inefficiencies: the number of partial solutions is exponential at worst, where costs and bytes are such that the bound
-does not tell them apart. Search states with different tensors or recoveries are kept apart even where one is never better than
+does not tell them apart. Search states with different tensors are kept apart even where one is never better than
 the other, and so are different lengths of a run if that is limited. All partial solutions stay in memory (32 bytes each) to
 reconstruct the schedule. Every budget is a new search.
 
