@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from revzoo.after_import import call_after_import
-
 if TYPE_CHECKING:
     from revzoo.analysis.bytes_per_pixel import bytes_per_pixel
     from revzoo.analysis.numerics import NumericsReport, measure_numerics
@@ -35,7 +33,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ConvertReport": "revzoo.conversion.report",
     "MemoryReport": "revzoo.analysis.report",
-    "Model": "revzoo.model.network",
+    "Model": "revzoo.model.create",
     "ModulePlan": "revzoo.graph",
     "NumericsReport": "revzoo.analysis.numerics",
     "PixelReport": "revzoo.analysis.report",
@@ -103,13 +101,6 @@ __all__ = [
     "transform",
     "verify",
 ]
-
-
-def _register_with_timm() -> None:
-    import_module("revzoo.model.timm_registry").register_models()
-
-
-call_after_import("timm", _register_with_timm)
 
 
 def __getattr__(name: str) -> Any:

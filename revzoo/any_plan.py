@@ -14,7 +14,7 @@ from revzoo.planning.plan import Plan, Solver
 from revzoo.planning.planner import profile_and_plan
 from revzoo.planning.profiling.hooks import PlannableModel
 from revzoo.planning.profiling.trace import LossFunction
-from revzoo.runtime.lookahead_setting import LookaheadOption
+from revzoo.runtime.lookahead import LookaheadOption
 
 
 @overload

@@ -1,9 +1,6 @@
 """The model card of a saved model: the README.md that the hub shows."""
 
 import json
-from typing import Any, cast
-
-from torch import nn
 
 from revzoo.format import format_count, format_shape
 from revzoo.spec.schema import ImageInput, Spec
@@ -15,39 +12,48 @@ _TASKS = {  # names of the hub, by head
     "sequence_classification": "text-classification",
     "text_features": "feature-extraction",
 }
+_CARD = """---
+{header}
+---
+
+# {name}
+
+A reversible network of revzoo: in training its activations are reconstructed in backward instead of stored.
+It has {parameters} parameters and takes {input}.
+
+```python
+import revzoo
+
+model = revzoo.create("{source}")
+```
+
+Where its numbers are from:
+
+{sources}
+"""
 
 
-def write_card(spec: Spec, model: nn.Module, source: str) -> str:
-    """Return the text of a model's card.
+def write_card(spec: Spec, parameters: int, source: str) -> str:
+    """Return the text of a model's card; licence, data and accuracy are the author's to add.
 
     Args:
         spec: the model's spec.
-        model: the model; licence, data and accuracy are the author's to add.
+        parameters: how many it has.
         source: what `revzoo.create` takes to make it.
     """
-    task, is_image = _TASKS.get(spec.head.type), isinstance(spec.input, ImageInput)
-    if task in ("image-classification", "text-classification"):
-        task = "image-classification" if is_image else "text-classification"
+    images = isinstance(spec.input, ImageInput)
+    header = ["library_name: revzoo", f"tags: {json.dumps(['revzoo', 'reversible', spec.family])}"]
+    if spec.head.type in _TASKS and (images or spec.head.type != "pooled_linear"):
+        header.append(f"pipeline_tag: {_TASKS[spec.head.type]}")
     if isinstance(spec.input, ImageInput):
         takes = f"images, {format_shape((spec.input.channels, *spec.input.size))}"
     else:
         takes = f"texts of up to {spec.input.length} ids, of {spec.input.vocabulary}"
-    rows = {
-        "input": takes,
-        "outputs": str(cast(Any, model).num_outputs),
-        "parameters": format_count(sum(p.numel() for p in model.parameters())),
-        "reversible steps": str(len(cast(Any, model).steps)),
-        "coupling": ", ".join([spec.coupling.type, *(f"{key}={value}" for key, value in spec.coupling.arguments.items())]),
-    }
-    header = ["library_name: revzoo", f"tags: {json.dumps(['revzoo', 'reversible', spec.family])}"]
-    header += [f"pipeline_tag: {task}"] if task else []
-    sources = [f"- {citation['of']}: {citation['cite']}" for citation in spec.sources]
-    return "\n".join(
-        [
-            *("---", *header, "---", "", f"# {spec.name}", ""),
-            "A reversible network of revzoo: in training its activations are reconstructed in backward instead of stored.",
-            *("", "```python", "import revzoo", "", f'model = revzoo.create("{source}")', "```", ""),
-            *("| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items()), ""),
-            *(["Where its numbers are from:", "", *sources, ""] if sources else []),
-        ]
+    return _CARD.format(
+        header="\n".join(header),
+        name=spec.name,
+        parameters=format_count(parameters),
+        input=takes,
+        source=source,
+        sources="\n".join(f"- {citation['of']}: {citation['cite']}" for citation in spec.sources) or "- its author",
     )

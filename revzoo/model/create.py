@@ -109,6 +109,10 @@ def create(
     return model
 
 
+# `Model.from_pretrained` calls it. The file of `Model` cannot import this one, which imports that one.
+Model._create = staticmethod(create)
+
+
 def _hint_at_argument(name: str, value: object) -> str:
     """Return what to write instead of an argument of timm's, or the nearest argument."""
     if name == "num_classes":

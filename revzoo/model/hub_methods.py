@@ -1,14 +1,14 @@
 """Save a model as a folder, and share it on the Hugging Face hub: the methods of that part of `revzoo.Model`."""
 
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import nn
 
-import revzoo
 from revzoo import hub
 from revzoo.checkpoint.folder import save_folder
 from revzoo.checkpoint.writing import call_once
@@ -25,6 +25,7 @@ class HubMethods:
     """
 
     spec: Spec
+    _create: ClassVar[Callable[..., Any]]  # `revzoo.create`, whose file sets it: that one imports this one
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write spec, weights and a model card into a folder, which `revzoo.create` and every command then take.
@@ -51,7 +52,7 @@ class HubMethods:
         num_outputs: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> "revzoo.Model":
+    ) -> Self:
         """Create a model from a folder or from the hub, in eval mode. `revzoo.create` takes more arguments.
 
         Args:
@@ -70,19 +71,14 @@ class HubMethods:
         """
         folder = Path(source)
         if not folder.is_dir():
-            name, tag = hub.split_name(str(source))
-            if tag and revision is not None:
-                raise InputError(f"A revision is given once. Received: {str(source)!r} and revision={revision!r}.")
-            if "/" not in name:
+            if "/" not in str(source):
                 raise InputError(
                     f"A model is read from a folder, or from OWNER/NAME on the hub. Received: {str(source)!r}. Weights that "
                     "ship with revzoo: revzoo.create(NAME, pretrained=True)."
                 )
-            folder = hub.fetch_folder(
-                name, revision=revision or tag, token=token, cache_dir=cache_dir, local_files_only=local_files_only
-            )
-        # By its public name: `create` makes models, so its file imports this one.
-        return revzoo.create(folder, num_outputs=num_outputs, device=device, dtype=dtype).eval()
+            where = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+            folder = hub.fetch_folder(str(source), revision=revision, **where)
+        return cast(Self, cls._create(folder, num_outputs=num_outputs, device=device, dtype=dtype).eval())
 
     def push_to_hub(
         self,
@@ -107,11 +103,11 @@ class HubMethods:
             InputError: `repository` is not OWNER/NAME, or the model has no values.
             CheckpointError: the hub refuses, or cannot be reached.
         """
+        message = commit_message or f"Upload {self.spec.name}"
         with tempfile.TemporaryDirectory() as folder:
             self._save(Path(folder), f"{hub.HUB_PREFIX}{repository}")
-            message = commit_message or f"Upload {self.spec.name}"
-            upload = partial(hub.upload_folder, private=private, token=token, revision=revision, commit_message=message)
-            return call_once(lambda: upload(Path(folder), repository), cast(nn.Module, self).parameters())
+            upload = partial(hub.upload_folder, private=private, token=token, revision=revision)
+            return call_once(lambda: upload(Path(folder), repository, message), cast(nn.Module, self).parameters())
 
     def _save(self, folder: Path, source: str) -> None:
         """Write the folder; its card says that the model is made from `source`."""
@@ -120,6 +116,6 @@ class HubMethods:
 
         def write() -> None:
             if not (folder / CARD).exists():
-                write_text(folder / CARD, write_card(self.spec, model, source))
+                write_text(folder / CARD, write_card(self.spec, sum(p.numel() for p in model.parameters()), source))
 
         call_once(write, model.parameters())

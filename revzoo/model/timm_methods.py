@@ -7,15 +7,17 @@ from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from revzoo.errors import InputError, PartArgumentError, join_names
 from revzoo.model.tap import Tap
-from revzoo.model.timm_registry import POOLS
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.registry import heads
 from revzoo.spec.edit import with_head
 from revzoo.spec.schema import ImageInput, Spec
+
+POOLS = {"avg": "mean", "max": "max", "token": "first", "": "none"}  # timm's global_pool -> the pool of a head
 
 
 class Head(Protocol):
@@ -192,20 +194,22 @@ class TimmMethods:
 
         Args:
             x: as for the model.
-            indices: numbers of entries of `feature_info`, from the end if negative; an integer: the last so many; None: all.
+            indices: numbers of entries of `feature_info`, from the end if negative; an integer: that many of the last; None:
+                all.
             norm: whether the features of the last stage are normalised as the fuse does it.
-            stop_early: compute nothing behind the last of them; needs intermediates_only.
+            stop_early: compute nothing after the last of them; needs intermediates_only.
             output_fmt: "NCHW", or "NLC" for tokens, without class token; texts have "NLC" alone.
             intermediates_only: whether to leave out what `forward_features` returns.
             attention_mask: as for the model.
         Returns: what `forward_features` returns, and the list of features in order; or that list alone.
         Raises:
             InputError: as for the model, or another argument has a value that is not allowed.
+            AssertionError: timm's, for indices of features that there are not.
         """
         if stop_early and not intermediates_only:
             raise InputError("stop_early leaves no final features. Received: stop_early=True. Use intermediates_only=True too.")
         names = [f"{info['module']}." for info in self.feature_info]
-        chosen = _choose(len(names), indices)
+        chosen = sorted(set(feature_take_indices(len(names), cast(Any, indices))[0]))
         shapes = self._list_stage_shapes()
         self._check_format(output_fmt, shapes[-1])
         layout = cast(Any, self).layout()
@@ -282,20 +286,3 @@ def find_classifier(head: nn.Module) -> str | None:
 def find_first_convolution(stem: nn.Module) -> str | None:
     """Return the name in the model of the layer that takes the image, or None: some stems fold pixels into channels."""
     return next((f"stem.{name}" for name, module in stem.named_modules() if isinstance(module, nn.Conv2d)), None)
-
-
-def _choose(count: int, indices: int | Sequence[int] | None) -> list[int]:
-    """Return the chosen ones of `count` features, in order."""
-    everything = range(count)
-    try:
-        if indices is None or isinstance(indices, int):
-            number = count if indices is None else indices
-            if not 1 <= number <= count:
-                raise IndexError
-            return list(everything[-number:])
-        return sorted({everything[i] for i in indices})
-    except (IndexError, TypeError) as error:
-        raise InputError(
-            f"indices are integers from {-count} to {count - 1}, or how many of the last of the {count} features. "
-            f"Received: {indices!r}."
-        ) from error
