@@ -25,9 +25,8 @@ _ONE_TENSOR_CAPTION = (
 
 def tabulate_model(report: ModelReport) -> RenderableType:
     """Return what rich is to print: sizes and costs, parts, memory in every mode and per pixel, then where it is from."""
-    pixels = [_tabulate_pixels(report.pixels, report.twin)] if report.pixels is not None else []
-    memory = _tabulate_memory(report)
-    return Group(_tabulate_facts(report), _tabulate_parts(report), memory, *pixels, _tabulate_sources(report))
+    pixels = [_describe_pixels(report.pixels, report.twin)] if report.pixels is not None else []
+    return Group(_tabulate_facts(report), _tabulate_parts(report), _tabulate_memory(report), *pixels, _tabulate_sources(report))
 
 
 def _tabulate_facts(report: ModelReport) -> Table:
@@ -96,23 +95,11 @@ def _tabulate_memory(report: ModelReport) -> MemoryTable:
     return MemoryTable(columns)
 
 
-def _tabulate_pixels(pixels: PixelReport, twin: TwinReport | None) -> Fitted:
-    return Fitted(lambda narrow: _tabulate_peaks(pixels, twin, narrow))
-
-
-def _tabulate_peaks(pixels: PixelReport, twin: TwinReport | None, narrow: bool) -> Table:
-    caption = f"Peak: {pixels.describe()}. z: activations that backward has yet to use; g: gradients of activations."
+def _describe_pixels(pixels: PixelReport, twin: TwinReport | None) -> str:
+    text = f"With invert, {pixels}\nz: activations that backward has yet to use; g: gradients of activations; *: the peak."
     if twin is not None and twin.pixels is not None:
-        caption += f" Of the twin: {twin.pixels.bytes_per_pixel:.1f} bytes."
-    table = make_table(narrow, title="Bytes per pixel at the peak of each stage, with invert", caption=caption)
-    heads, *rows = pixels.list_rows()
-    for head in heads:
-        is_text = head in (heads[0], heads[-1])
-        least = None if narrow or not is_text else _LEAST_NAME
-        table.add_column(head, justify="left" if is_text else "right", no_wrap=not is_text, min_width=least)
-    for (stage, *numbers, place), name in zip(rows, pixels.stages, strict=True):
-        table.add_row(DottedName(stage), *numbers, DottedName(place), style="bold" if name == pixels.peak_stage else None)
-    return table
+        text += f" Of the twin: {twin.pixels.bytes_per_pixel:.1f} bytes per pixel."
+    return escape(f"\n{text}\n")
 
 
 def _tabulate_sources(report: ModelReport) -> Table:
