@@ -106,9 +106,8 @@ def test_what_changes_between_two_runs_is_found(source, mode):
 
 def test_a_generator_that_all_runs_share_keeps_the_model_from_repeating_itself():
     report = revzoo.verify(Scaled(lambda f: torch.rand(6, generator=own) * 8 - 4), streams())
-    assert report.problems[0].startswith("The model does not repeat itself: the gradients of two runs with the same seed")
+    assert report.problems[0].startswith("The model does not repeat itself")
     assert str(report).count("its input, parameters and torch's random stream alone") == 1
-    assert "Some function depends on more than" not in str(report)
 
 
 @pytest.mark.parametrize("mode", RERUN)
