@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from revzoo.analysis.dry_run import call, isolated, leave_autocast, linear_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.twin import build_twin
-from revzoo.inplace_abn.backward import scale_parts
+from revzoo.inplace_abn import backward
 from revzoo.model.create import create
 from revzoo.model.network import Model
 from revzoo.planning.planner import solve
@@ -129,7 +130,8 @@ def count_method(network: nn.Module, model: Model, name: str, schedule: Sequence
 def count_step(network: nn.Module, batch: torch.Tensor, dtype: str) -> tuple[Changes, int]:
     """Count a forward and backward as `measure_memory` does; return every change of live bytes, and the FLOPs."""
     live, flops = LiveBytes(), FlopCounter()
-    same_parts = scale_parts(len(batch) / SIZES[1])
+    # Both batches have as many parts in the backward of in-place ABN.
+    same_parts = patch.object(backward, "_PART", int(backward._PART * len(batch) / SIZES[1]))
     with autocast(dtype), isolated(network, batch, fake=True) as inputs, ignore_error_growth(), same_parts:
         live.watch([*network.parameters(), *network.buffers(), inputs])
         start = sum(change for _, change in live.log)

@@ -1,15 +1,24 @@
-"""Count the arithmetic of a forward and backward."""
+"""Count the arithmetic of a forward and backward; a multiply-add is 2.
+
+The formulas are revzoo's own, so that the figures are the same on every supported PyTorch: `torch.utils.flop_counter` lacks
+attention on the CPU before 2.15 and forgets the groups of a convolution in the gradient of its weight. What is registered there
+beyond these operations, by PyTorch or by a user for a kernel, counts too.
+"""
 
 from collections.abc import Callable
+from functools import cache
+from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from revzoo.analysis.dry_run import call, isolated, linear_loss
-from revzoo.analysis.operation_flops import count_operation_flops
+from revzoo.runtime.operations import ATTENTION, find_registered_formulas
 from revzoo.runtime.replaced_call import is_replaced
+
+Formula = Callable[..., int]  # called with the operation's arguments and, as `out_val`, what it returned
 
 
 def count_flops(model: nn.Module, batch: Any) -> int:
@@ -60,3 +69,86 @@ class FlopCounterOfReplacedCalls(FlopCounter):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+def count_operation_flops(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Return the floating-point operations of one call that returned `out`; 0 for norms, activations, sums, copies."""
+    formula = _formula(operation)
+    return 0 if formula is None else formula(*args, **kwargs, out_val=out)
+
+
+def _formula(operation: Any) -> Formula | None:
+    packet = getattr(operation, "_overloadpacket", None)
+    if packet is None:
+        return None
+    return _own_formulas().get(packet) or find_registered_formulas().get(packet)
+
+
+@cache
+def _own_formulas() -> dict[Any, Formula]:
+    """Return the formulas of all operations that this version of PyTorch has."""
+    aten = torch.ops.aten
+    return {getattr(aten, name): formula for name, formula in _FORMULAS.items() if hasattr(aten, name)}
+
+
+def _count_product(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
+    """Count (..., M, K) @ (..., K, N)."""
+    return 2 * left.numel() * right.shape[-1]
+
+
+def _count_added_product(_: Tensor, left: Tensor, right: Tensor, *__: Any, **___: Any) -> int:
+    return _count_product(left, right)
+
+
+def _count_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    *_: Any,
+    out_val: Tensor,
+    **__: Any,
+) -> int:
+    return _count_convolution_of(x, weight, out_val, transposed)
+
+
+def _count_convolution_of(x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> int:
+    """Count one use of every weight at every position: of the output, or of the input where transposed."""
+    positions = (x if transposed else out).shape[2:]
+    return 2 * x.shape[0] * prod(positions) * weight.numel()
+
+
+def _count_convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any, **_: Any) -> int:
+    """Count as much as the forward for the gradient of the input and for that of the weight, where they are wanted."""
+    *_before, transposed, _output_padding, _groups, wanted = arguments
+    count: int = sum(wanted[:2]) * _count_convolution_of(x, weight, grad, transposed)
+    return count
+
+
+def _count_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Count the scores and the weighted sums of (B, M, N, D); a causal mask saves nothing here, as in PyTorch's formula."""
+    B, M, N, D = query.shape
+    return 2 * B * M * N * key.shape[-2] * (D + value.shape[-1])
+
+
+def _count_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Count the scores once more, and the gradients of query, key, value and attention weights."""
+    B, M, N, D = query.shape
+    return 2 * B * M * N * key.shape[-2] * (3 * D + 2 * value.shape[-1])
+
+
+_FORMULAS: dict[str, Formula] = {
+    "mm": _count_product,
+    "bmm": _count_product,
+    "_scaled_mm": _count_product,
+    "addmm": _count_added_product,
+    "baddbmm": _count_added_product,
+    "convolution": _count_convolution,
+    "convolution_backward": _count_convolution_backward,
+    "_scaled_dot_product_attention_math_for_mps": _count_attention,
+    **dict.fromkeys(ATTENTION, _count_attention),
+    **{f"{name}_backward": _count_attention_backward for name in ATTENTION},
+}

@@ -137,30 +137,22 @@ class PixelReport:
         """Return everything as mappings, lists and scalars, ready for JSON."""
         return asdict(self) | {"bytes_per_pixel": self.bytes_per_pixel, "peak_stage": self.peak_stage}
 
-    def list_rows(self) -> list[tuple[str, ...]]:
-        """Return the headings of a table of bytes per pixel, then a row for each stage; a star marks the peak."""
+    def __str__(self) -> str:
+        height, width = self.size
         rows: list[tuple[str, ...]] = [("stage", "z", "g", "temporaries", "sum", "at its peak in")]
         for name, peak in self.stages.items():
             terms = (peak.hidden_bytes, peak.gradient_bytes, peak.temporary_bytes, peak.total_bytes)
             mark = " *" if name == self.peak_stage else ""
             rows.append((f"{name}{mark}", *(f"{each / self.pixels:.1f}" for each in terms), f"{peak.phase} of {peak.unit}"))
-        return rows
-
-    def __str__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(*self.list_rows(), strict=True)]
-        lines = [self.describe()]
-        for stage, *numbers, place in self.list_rows():
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            f"{self.bytes_per_pixel:.1f} bytes per pixel of {self.images} images of {height} x {width} "
+            f"({format_bytes(self.counted_bytes)}), and {format_bytes(self.weight_bytes)} of weights"
+        ]
+        for stage, *numbers, place in rows:
             cells = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=False)]
             lines.append("  ".join([stage.ljust(widths[0]), *cells, place]))
         return "\n".join(lines)
-
-    def describe(self) -> str:
-        """Return a line with the peak and the weights."""
-        height, width = self.size
-        return (
-            f"{self.bytes_per_pixel:.1f} bytes per pixel of {self.images} images of {height} x {width} "
-            f"({format_bytes(self.counted_bytes)}), and {format_bytes(self.weight_bytes)} of weights"
-        )
 
 
 @dataclass(frozen=True)

@@ -33,21 +33,11 @@ def build_twin(spec: Spec, device: torch.device | str = "meta") -> nn.Module | s
     try:
         with torch.device(device):
             return _LIBRARIES[library](spec, name, arguments)
-    except ImportError:
-        return f"{library} is not installed (pip install {library})"
-    except _UnknownNetwork:
-        return f"{library} {import_module(library).__version__} has no {name}"
-    except Exception as error:  # libraries raise anything for an argument that they do not take
-        return f"{library} cannot build {name} for {spec.name}: {error}".partition("\n")[0]
-
-
-class _UnknownNetwork(Exception):
-    """A library has no network of this name."""
+    except Exception as error:  # libraries are missing, or raise anything for a name or an argument that they do not take
+        return f"{library} cannot build {name} for {spec.name}: {type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _build_from_timm(spec: Spec, name: str, arguments: dict[str, Any]) -> nn.Module:
-    if not timm.is_model(name):
-        raise _UnknownNetwork
     defaults: dict[str, Any] = _outputs(spec, "num_classes")
     if isinstance(spec.input, ImageInput):
         defaults["in_chans"] = spec.input.channels
@@ -59,16 +49,14 @@ def _build_from_timm(spec: Spec, name: str, arguments: dict[str, Any]) -> nn.Mod
 
 
 def _build_from_transformers(spec: Spec, name: str, arguments: dict[str, Any]) -> nn.Module:
-    network: Any = getattr(import_module("transformers"), name, None)
-    if getattr(network, "config_class", None) is None:
-        raise _UnknownNetwork
+    network: Any = getattr(import_module("transformers"), name)
     model: nn.Module = network(network.config_class(**(_outputs(spec, "num_labels") | arguments)))
     return model
 
 
 def _build_from_revzoo(spec: Spec, name: str, arguments: dict[str, Any]) -> nn.Module:
-    if name not in RESNETS or not isinstance(spec.input, ImageInput):
-        raise _UnknownNetwork
+    if not isinstance(spec.input, ImageInput):
+        raise TypeError("its input is no image")
     defaults: dict[str, Any] = {"channels": spec.input.channels, "size": tuple(spec.input.size)}
     return ResNet(RESNETS[name], **(defaults | _outputs(spec, "outputs") | arguments))
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,10 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from revzoo.analysis.chains import find_chains, find_steps
 from revzoo.analysis.dry_run import Paths, require_module
-from revzoo.analysis.leftover import measure_leftovers
 from revzoo.analysis.trial import Gradients, Outcome, Trial
 from revzoo.errors import InputError, RecoveryError, join_names
-from revzoo.format import format_bytes, format_dtype, format_ratio
+from revzoo.format import format_dtype, format_ratio
 from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import Comparison, observe_states
@@ -54,10 +53,8 @@ class VerifyReport:
             largest of all that was rebuilt in it.
         gradient_error: ||g - g_store|| / ||g_store|| over the gradients of all parameters.
         gradient_errors: the same for each parameter with a gradient; relative to 1 % of a typical gradient at least.
-        identical: whether every gradient is the same bit for bit, in each memory format that was tried.
+        identical: whether every gradient is the same bit for bit.
         problems: reasons why the model is not safe to train like this; none if it is.
-        leftover_bytes: for each step that keeps more from forward to backward than its mode says, how much more. It costs
-            memory and changes no gradient.
     """
 
     dtype: torch.dtype
@@ -67,7 +64,6 @@ class VerifyReport:
     gradient_errors: dict[str, float] = field(default_factory=dict)
     identical: bool = False
     problems: tuple[str, ...] = ()
-    leftover_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def snr(self) -> float:
@@ -95,13 +91,6 @@ class VerifyReport:
                 f"{len(self.gradient_errors)} gradients against storing everything: relative error {self.gradient_error:.1e}, "
                 f"at most {worst:.1e} ({name})"
             )
-        if self.leftover_bytes:
-            names, total = join_names(list(self.leftover_bytes), most=4), format_bytes(sum(self.leftover_bytes.values()))
-            lines.append(
-                f"Kept although the mode drops it: {total}, by {names}. The step itself keeps it, not autograd: on the ctx "
-                "of an autograd.Function without save_for_backward, in an attribute, with hooks of its own such as "
-                "save_on_cpu, or in a chain inside it."
-            )
         if self.ok:
             agreement = "gradients are bit-identical to" if self.identical else "gradients agree, up to rounding, with"
             return "\n".join([*lines, f"Safe to train in {dtype}: {agreement} those of storing everything."])
@@ -111,9 +100,7 @@ class VerifyReport:
 def verify(model: nn.Module, batch: Any) -> VerifyReport:
     """Compare the gradients of the model's schedule with those of storing all activations.
 
-    Runs the model twice with `store`, to see whether it repeats itself at all, and once with its schedule. If nothing is wrong,
-    it runs once more with each in another memory format: channels-last where there are convolutions, otherwise the first two
-    dimensions exchanged in memory. A model that cannot store everything in this format is not tried in it. Every run has a
+    Runs the model twice with `store`, to see whether it repeats itself at all, and once with its schedule. Every run has a
     fresh copy of the model, the same random numbers, the tripwire on, and other draws between forward and backward. Afterwards
     the model is as before.
 
@@ -130,8 +117,8 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
         InputError: the model is no module, or has no chain inside; the batch has no tensor or no example; nothing requires a
             gradient; or the parameters have no values (meta, FakeTensor).
         RecoveryError: a step of a divided model could not be recovered.
-    Cost: time of five training steps and two forwards; beside the memory of a training step that stores everything, a copy of
-        the model and another set of gradients.
+    Cost: time of three training steps; beside the memory of a training step that stores everything, a copy of the model and
+        another set of gradients.
     """
     require_module(model)
     if not find_chains(model):
@@ -139,15 +126,11 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
     if any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters()):
         raise InputError("Gradients can be compared where parameters have values. Received: meta or fake parameters.")
     trial = Trial(model, batch)
-    report = _share_problems(model, _try_own_format(trial, model))
-    return report if report.problems else _share_problems(model, _try_other_format(trial, report))
+    return _share_problems(model, _run_and_compare(trial, model))
 
 
 def _share_problems(model: nn.Module, report: VerifyReport) -> VerifyReport:
-    """Return the report with the problems of all processes that divide the model: each sees the states of its own batch.
-
-    All of them have to decide alike whether the model runs once more.
-    """
+    """Return the report with the problems of all processes that divide the model: each sees the states of its own batch."""
     if not any(map(is_sharded, model.parameters())):
         return report
     everywhere: list[tuple[str, ...]] = [()] * distributed.get_world_size()
@@ -155,14 +138,14 @@ def _share_problems(model: nn.Module, report: VerifyReport) -> VerifyReport:
     return replace(report, problems=tuple(dict.fromkeys(problem for problems in everywhere for problem in problems)))
 
 
-def _try_own_format(trial: Trial, model: nn.Module) -> VerifyReport:
+def _run_and_compare(trial: Trial, model: nn.Module) -> VerifyReport:
     stored = trial.run(Mode.STORE)
     can_compare = _are_finite(stored)
     noise = _compare_gradients(trial.run(Mode.STORE).gradients, stored.gradients)[0] if can_compare else 0.0
     report, scheduled, failure = _run_schedule(trial, model, can_compare)
     if scheduled is None:
         return replace(report, problems=(*_find_noise(noise, report, failure), failure))
-    report = replace(_compare(report, scheduled, stored), leftover_bytes=trial.measure(measure_leftovers))
+    report = _compare(report, scheduled, stored)
     problems = [*_find_noise(noise, report, failure), *_find_problems(report, scheduled, stored, failure)]
     return replace(report, problems=tuple(problems))
 
@@ -176,7 +159,7 @@ def _run_schedule(trial: Trial, model: nn.Module, can_compare: bool) -> tuple[Ve
     for tripwire in (True, False) if can_compare else (False,):
         recorder = _InputRecorder(model)
         try:
-            scheduled = trial.run(tripwire=tripwire, observer=recorder)
+            scheduled = trial.run(tripwire=tripwire, watch=recorder.watch)
         except RecoveryError as error:
             if any(map(is_sharded, model.parameters())):  # the other processes wait, and cannot begin anew
                 raise
@@ -184,26 +167,6 @@ def _run_schedule(trial: Trial, model: nn.Module, can_compare: bool) -> tuple[Ve
         else:
             return recorder.report, scheduled, failure
     return recorder.report, None, failure
-
-
-def _try_other_format(trial: Trial, report: VerifyReport) -> VerifyReport:
-    """Return the report of a model without problems, with those that another memory format makes."""
-    name = trial.name_other_format()
-    if name is None:
-        return report
-    try:
-        stored = trial.run(Mode.STORE, in_other_format=True)
-    except Exception:  # whatever a model raises that does not take this format
-        return report
-    try:
-        scheduled = trial.run(in_other_format=True)
-    except Exception as error:  # what storing everything does not raise
-        problems = [str(error)]
-    else:
-        compared = replace(_compare(report, scheduled, stored), reconstruction_errors={})
-        problems = list(_find_problems(compared, scheduled, stored, ""))
-        report = replace(report, identical=report.identical and compared.identical)
-    return replace(report, problems=tuple(f"In another memory format ({name}): {problem}" for problem in problems))
 
 
 class _InputRecorder:
@@ -226,7 +189,8 @@ class _InputRecorder:
         return VerifyReport(self._precision, self._modes, self._errors)
 
     @contextmanager
-    def watch(self, model: nn.Module) -> Iterator[None]:
+    def watch(self, model: nn.Module) -> Iterator[Callable[[], None]]:
+        """Record a run of the model; call what is yielded between forward and backward."""
         self._in_forward = True
         self._errors.clear()
         self._inputs.clear()
@@ -237,13 +201,13 @@ class _InputRecorder:
         ]
         try:
             with observe_states(partial(self._note_state, Paths(model))):
-                yield
+                yield self._end_forward
         finally:
             for hook in hooks:
                 hook.remove()
             self._inputs.clear()
 
-    def end_forward(self) -> None:
+    def _end_forward(self) -> None:
         self._in_forward = False
 
     def _note_state(self, paths: Paths, module: nn.Module, name: str, state: Tensor) -> Comparison | None:

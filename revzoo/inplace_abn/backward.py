@@ -1,8 +1,7 @@
 """The arithmetic of the backward of an in-place ABN, part by part."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -15,17 +14,6 @@ from revzoo.host_copy import can_read_now
 _PART = 2**17  # elements: five such tensors nearly stay in a CPU's cache of 2 MiB; of half the size, Python's own time shows
 _MOST_PARTS = 16  # on other devices, where every part starts kernels
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
-
-
-@contextmanager
-def scale_parts(factor: float) -> Iterator[None]:
-    """Let every part be larger or smaller inside the block, so that two batches of different sizes have as many of them."""
-    global _PART
-    before, _PART = _PART, int(_PART * factor)
-    try:
-        yield
-    finally:
-        _PART = before
 
 
 @dataclass

@@ -31,11 +31,6 @@ class Mode(StrEnum):
         return self is Mode.SELECTIVE
 
     @cached_property
-    def keeps_products(self) -> bool:
-        """Whether the outputs of compute-intensive operations are kept."""
-        return self in (Mode.STORE, Mode.SELECTIVE)
-
-    @cached_property
     def keeps_input(self) -> bool:
         """Whether the input is kept, from which the forward runs again."""
         return self in (Mode.SELECTIVE, Mode.RECOMPUTE)

@@ -3,11 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
-from revzoo.analysis.flops import FlopCounter, count_flops
-from revzoo.analysis.operation_flops import count_operation_flops
+from revzoo.analysis.flops import FlopCounter, count_flops, count_operation_flops
 from revzoo.errors import InputError
 from revzoo.runtime import ReversibleChain
 
@@ -97,15 +95,6 @@ def test_nothing_is_computed_and_the_model_is_left_as_found():
     count_flops(norm, torch.randn(3, 4))
     assert norm[1].num_batches_tracked == 0
     assert all(p.grad is None for p in norm.parameters())
-
-
-def test_real_models_compute_nothing_either():
-    class Fussy(nn.Linear):
-        def forward(self, x):
-            assert isinstance(x, FakeTensor)
-            return super().forward(x)
-
-    assert count_flops(Fussy(8, 8), torch.zeros(5, 8)) == 2 * MM
 
 
 def test_views_given_to_modules_without_gradients_are_no_obstacle():

@@ -10,7 +10,7 @@ import revzoo
 from revzoo.analysis.counting import report_model
 from revzoo.analysis.flops import count_flops
 from revzoo.analysis.report import ModelReport
-from revzoo.analysis.step_memory import measure_modes, run_and_measure
+from revzoo.analysis.step_memory import measure_modes
 from revzoo.runtime.schedule import MODES
 
 TINY = ["stages.0.depth=1"]
@@ -56,21 +56,6 @@ def test_parts_of_whole_models_add_up_to_what_is_expected(name):
     test_parts_add_up(name, ())
     report = report_of(name)
     assert (report.parameters, report.steps) == (report.expect["parameters"], report.expect["reversible_steps"])
-
-
-def test_every_mode_and_the_twin_run_once(monkeypatch):
-    runs = []
-
-    def count(model, *arguments, **options):
-        runs.append(type(model).__name__)
-        return run_and_measure(model, *arguments, **options)
-
-    monkeypatch.setattr("revzoo.analysis.counting.run_and_measure", count)
-    twin = "twin={library: revzoo, name: resnet_32, arguments: {channels: 1, size: [8, 8]}}"
-    report = report_model(revzoo.create("rev_vit_digits", overrides=[*TINY, twin], device="meta"), 2)
-    assert report.pixels is not None
-    assert report.twin.pixels is not None
-    assert runs == ["Model"] * len(MODES) + ["ResNet"]
 
 
 def test_measuring_together_is_measuring_alone(tiny):
@@ -144,10 +129,3 @@ def test_the_twin_is_measured_with_the_same_batch(monkeypatch):
     assert twin.memory.after_forward_bytes == 10**9 * 32 * 4 + 4  # the sigmoid's output, and the loss
     assert twin.memory.batch_bytes == 10**9 * 64 * 4
     assert twin.pixels.counted_bytes == twin.memory.activation_bytes
-
-
-def test_a_twin_that_cannot_be_built_says_why(monkeypatch):
-    monkeypatch.setattr("revzoo.analysis.counting.build_twin", lambda spec: "timm has no such model")
-    model = revzoo.create("rev_vit_digits", overrides=[*TINY, *twin_of("plain")], device="meta")
-    twin = report_model(model, 2).twin
-    assert (twin.memory, twin.parameters, twin.problem) == (None, None, "timm has no such model")

@@ -1,4 +1,4 @@
-"""`verify` runs fresh copies, draws random numbers in between, compares every rebuilt tensor, and tries other strides."""
+"""`verify` runs fresh copies, draws random numbers in between, and compares every rebuilt tensor."""
 
 import random
 import threading
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import revzoo
-from revzoo.analysis.trial import Trial
 from revzoo.runtime import ReversibleChain, set_tripwire, tripwire
 
 own = torch.Generator()
@@ -107,9 +106,8 @@ def test_what_changes_between_two_runs_is_found(source, mode):
 
 def test_a_generator_that_all_runs_share_keeps_the_model_from_repeating_itself():
     report = revzoo.verify(Scaled(lambda f: torch.rand(6, generator=own) * 8 - 4), streams())
-    assert report.problems[0].startswith("The model does not repeat itself: the gradients of two runs with the same seed")
+    assert report.problems[0].startswith("The model does not repeat itself")
     assert str(report).count("its input, parameters and torch's random stream alone") == 1
-    assert "Some function depends on more than" not in str(report)
 
 
 @pytest.mark.parametrize("mode", RERUN)
@@ -199,7 +197,7 @@ def test_each_run_has_a_copy_of_its_own_and_one_at_a_time():
     model = Network(note, Step(), Step())
     model.stem.network = [model]  # a reference cycle
     assert revzoo.verify(model, streams()).ok
-    assert alive == [1] * 7  # stored twice, scheduled, two forwards for bytes; stored and scheduled in another format
+    assert alive == [1] * 3  # stored twice, scheduled
     assert all(copy() is not model.stem for copy in copies)
     assert [step.calls for step in model.chain.steps] == [0, 0]
 
@@ -249,99 +247,3 @@ def test_what_cannot_be_copied_is_run_itself(make):
     assert report.gradient_error > 0
     assert all(p.grad is None for p in chain.parameters())
     assert chain.schedule == ["invert"] * 3
-
-
-class Convolution(nn.Module):
-    def __init__(self, fault=lambda w, y: y):
-        super().__init__()
-        self.norm, self.conv, self.fault = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, padding=1), fault
-        self.again = False
-
-    def forward(self, w):
-        y = self.conv(self.norm(w)).relu()
-        y = self.fault(w, y) if self.again else y
-        self.again = True
-        return y
-
-
-def is_channels_last(w):
-    return w.is_contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize("mode", RERUN)
-@pytest.mark.parametrize("exact", [False, True])
-def test_convolutions_are_right_in_both_formats(exact, mode):
-    calls = []
-    model = Network(calls, *(Convolution() for _ in range(4)))
-    model.chain.exact, model.chain.schedule = exact, mode
-    report = revzoo.verify(model, streams(2, 4, 6, 6))
-    assert report.ok
-    assert report.identical == (exact or mode != "invert")
-    assert [is_channels_last(x) for _, (x, _) in calls] == [False] * 5 + [True] * 2
-    assert not is_channels_last(model.chain.steps[0].conv.weight)
-
-
-def test_a_fault_in_one_format_is_reported_with_it():
-    steps = [Convolution(), Convolution(lambda w, y: 2 * y if is_channels_last(w) else y), Convolution()]
-    report = revzoo.verify(ReversibleChain(steps), streams(2, 4, 6, 6))
-    assert len(report.problems) == 1
-    assert report.problems[0].startswith("In another memory format (channels-last): steps.1 ran differently the second time")
-    assert report.gradient_error < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("shape", "name"), [((5, 6), "transposed"), ((3, 4, 6), "transposed"), ((1, 6), None), ((1, 4, 6), "transposed")]
-)
-def test_other_batches_are_tried_with_two_dimensions_exchanged(shape, name):
-    calls = []
-    model = Network(calls, Step(), Step())
-    x = streams(*shape)
-    assert Trial(model, x).name_other_format() == name
-    assert revzoo.verify(model, x).ok
-    strides = [x.stride() for _, (x, _) in calls]
-    assert strides[:5] == [x[0].stride()] * 5
-    assert all(x.is_contiguous() for _, xs in calls[:5] for x in xs)
-    assert [x.is_contiguous() for _, (x, _) in calls[5:]] == [False] * (2 if name else 0)
-
-
-def test_a_batch_in_another_format_is_tried_contiguous():
-    images = [x.to(memory_format=torch.channels_last) for x in streams(2, 4, 6, 6)]
-    calls = []
-    model = Network(calls, Convolution(), Convolution()).to(memory_format=torch.channels_last)
-    assert Trial(model, images).name_other_format() == "contiguous"
-    assert revzoo.verify(model, images).ok
-    assert [is_channels_last(x) for _, (x, _) in calls] == [True] * 5 + [False] * 2
-
-
-def test_volumes_are_channels_last_too():
-    model = ReversibleChain([nn.Conv3d(2, 2, 1), nn.Conv3d(2, 2, 1)])
-    assert Trial(model, streams(2, 2, 3, 3, 3)).name_other_format() == "channels-last"
-    assert revzoo.verify(model, streams(2, 2, 3, 3, 3)).ok
-
-
-def test_a_format_that_the_stored_model_refuses_is_left_out():
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.chain = ReversibleChain([Step(), Step()])
-
-        def forward(self, x):
-            x = x.view(-1, 6)
-            return self.chain(x, x)
-
-    x = torch.randn(3, 4, 6)
-    with pytest.raises(RuntimeError, match="view"):
-        Trial(Flat(), x).run("store", in_other_format=True)
-    assert revzoo.verify(Flat(), x).ok
-
-
-def test_ids_have_one_format():
-    assert Trial(nn.Embedding(3, 4), torch.tensor([[0, 1], [2, 0]])).name_other_format() is None
-
-
-@pytest.mark.parametrize("name", ["irevnet_digits", "rev_vit_digits"])
-def test_exact_models_are_identical_in_both_formats(name):
-    model = revzoo.create(name, exact=True)
-    report = revzoo.verify(model, model.example_input(4))
-    assert report.ok
-    assert report.identical

@@ -69,19 +69,13 @@ def test_why_there_is_no_twin(monkeypatch):
     def reason(library, name="nothing_of_the_kind"):
         return build_twin(revzoo.load_spec("rev_vit_ti", [f"twin={{library: {library}, name: {name}}}"]))
 
-    assert reason("keras") == "networks of keras are not built here, only those of timm, transformers, revzoo"
-    assert reason("revzoo") == f"revzoo {revzoo.__version__} has no nothing_of_the_kind"
-    assert reason("timm").endswith("has no nothing_of_the_kind")
-    wrong = build_twin(revzoo.load_spec("rev_vit_ti", ["twin.arguments={deepness: 1}"]))
-    assert wrong.startswith("timm cannot build vit_tiny_patch16_224 for rev_vit_ti: ")
-    assert "deepness" in wrong
-    fetching = build_twin(revzoo.load_spec("rev_vit_ti", ["twin.arguments={pretrained: true}"]))
-    assert fetching == "a twin has no weights: leave pretrained out of its arguments"
-    assert reason("transformers", "pipeline").endswith("has no pipeline")
-    named = build_twin(revzoo.load_spec("rev_vit_ti", ["twin={library: timm, name: resnet18, arguments: {act_layer: zzz}}"]))
-    assert named.startswith("timm cannot build resnet18 for rev_vit_ti: ")
+    assert "not built here, only those of timm, transformers, revzoo" in reason("keras")
+    for library in ("timm", "transformers", "revzoo"):
+        assert reason(library).startswith(f"{library} cannot build nothing_of_the_kind for rev_vit_ti: ")
+    assert "deepness" in build_twin(revzoo.load_spec("rev_vit_ti", ["twin.arguments={deepness: 1}"]))
+    assert "leave pretrained out" in build_twin(revzoo.load_spec("rev_vit_ti", ["twin.arguments={pretrained: true}"]))
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert reason("transformers") == "transformers is not installed (pip install transformers)"
+    assert "transformers" in reason("transformers").partition(": ")[2]
 
 
 def test_a_twin_that_does_not_take_the_input_is_no_reason_to_stop():

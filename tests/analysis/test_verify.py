@@ -8,7 +8,7 @@ from torch import nn
 
 import revzoo
 from revzoo.errors import InputError
-from revzoo.runtime import InvertibleLeakyReLU, LayerChain, ReversibleChain, SpaceToDepth
+from revzoo.runtime import InvertibleLeakyReLU, LayerChain, ReversibleChain
 
 
 def mlp(width: int = 8) -> nn.Module:
@@ -155,14 +155,6 @@ def test_a_chain_called_twice_compares_each_call_with_its_own():
     assert max(report.reconstruction_errors.values()) < 1e-5
 
 
-def test_bijections_are_no_steps():
-    convolutions = [nn.Conv2d(c, c, 3, padding=1) for c in (2, 8)]
-    chain = ReversibleChain([convolutions[0], SpaceToDepth(2), convolutions[1]])
-    report = revzoo.verify(chain, [torch.randn(3, 2, 4, 4) for _ in range(2)])
-    assert report.ok
-    assert list(report.modes) == ["steps.0", "steps.2"]
-
-
 def test_frozen_parameters_are_left_out():
     chain = ReversibleChain([mlp() for _ in range(4)])
     chain.steps[1].requires_grad_(False)
@@ -184,10 +176,7 @@ def test_a_function_that_counts_its_calls_is_found(monkeypatch):
     monkeypatch.setattr(Counting, "calls", 0)
     report = revzoo.verify(ReversibleChain([mlp(), Counting(), mlp(), mlp()]), streams())
     assert not report.ok
-    assert (
-        "does not repeat itself: the gradients of two runs with the same seed, both storing all activations, differ by"
-        in str(report)
-    )
+    assert "does not repeat itself" in str(report)
     assert "states are reconstructed with an error above 1e-04, the worst at steps.0" in str(report)
     assert "Single gradients differ by more than 1e-01: steps.1" in str(report)
     assert report.reconstruction_errors["steps.0"] > 1e-2
@@ -284,14 +273,6 @@ def test_a_coupling_that_cannot_be_inverted_in_this_precision_is_found():
     report = revzoo.verify(chain, streams())
     assert not report.ok
     assert "the steps before it multiplies rounding errors by" in str(report)
-
-
-def test_a_coupling_that_loses_too_much_in_this_precision_is_found():
-    chain = ReversibleChain([mlp() for _ in range(8)], coupling=revzoo.runtime.Coupling(1.0, 0.2, 1.0))
-    report = revzoo.verify(chain, streams())
-    assert not report.ok
-    assert report.reconstruction_errors["steps.0"] > 1e-4
-    assert "Set the schedule of later steps to 'recompute' or 'store'" in str(report)
 
 
 def test_half_precision_streams_are_judged_by_what_they_lose():

@@ -3,7 +3,7 @@
 import pytest
 
 from revzoo.display.figures.base import mark_bytes, new_figure
-from revzoo.format import count_noun, format_bytes, format_count, format_flops, format_seconds, format_tick
+from revzoo.format import count_noun, format_bytes, format_count, format_flops, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -25,11 +25,6 @@ def test_bytes(size, text):
 def test_nouns():
     counted = count_noun(0, "step"), count_noun(1, "batch", "es"), count_noun(2, "batch", "es")
     assert counted == ("0 steps", "1 batch", "2 batches")
-
-
-@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (512, "512 B"), (1280 << 20, "1.25 GiB"), (3 << 10, "3 KiB")])
-def test_ticks(size, text):
-    assert format_tick(size) == text
 
 
 @pytest.mark.parametrize(

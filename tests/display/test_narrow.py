@@ -6,15 +6,13 @@ import re
 from dataclasses import replace
 
 import pytest
-from rich.console import Console, Group
-from rich.table import Table
+from rich.console import Console
 
 import revzoo
 from revzoo import list_models
 from revzoo.analysis.counting import report_model
 from revzoo.analysis.numerics import LayerAlpha, NumericsReport, RebuiltState
-from revzoo.display.console import print_renderable
-from revzoo.display.tables.base import DottedName, Fitted, make_table
+from revzoo.display.tables.base import DottedName
 from revzoo.display.tables.batch import tabulate_batches
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.display.tables.model import tabulate_model
@@ -74,7 +72,6 @@ def tables(measured):
     }
 
 
-WIDE_ONLY = {"profile": {"FLOPs:", "backward,", "extra", "their"}}  # headings, which become titles of two tables
 KINDS = ["show", "memory", "profile", "plan", "batches", "predict", "list", "recipes", "numerics"]
 
 
@@ -86,21 +83,7 @@ def test_words_and_numbers_stay_whole(kind, tables):
         text = render(tables[kind], width)
         assert "…" not in text
         assert max(map(len, text.splitlines())) <= width
-        assert wide - list_words(text) <= WIDE_ONLY.get(kind, set())
-
-
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("command", ["show", "profile"])
-def test_nothing_is_cut(command, width, measured, tables):
-    names = [part.name for part in measured[0].parts]
-    text = render(tables[command], width)
-    assert "…" not in text
-    assert max(map(len, text.splitlines())) <= width
-    shown = text if command == "show" else text.replace("blocks.", "")
-    for name in names if command == "show" else ["stages.1.transition", "stages.1.0.f"]:
-        assert name in shown, name
-    for mode in ("store", "selective", "recompute", "invert"):
-        assert f" {mode} " in text
+        assert wide <= list_words(text)
 
 
 def test_a_name_wraps_at_dots():
@@ -110,24 +93,3 @@ def test_a_name_wraps_at_dots():
         "10-12.f",
     ]
     assert render(DottedName("stem"), 3).split() == ["ste", "m"]
-
-
-def test_the_wide_layout_is_taken_where_numbers_stay_whole():
-    def build(narrow: bool) -> Group | Table:
-        table = make_table(narrow)
-        table.add_column("name", min_width=None if narrow else 10)
-        table.add_column("size", no_wrap=True)
-        table.add_row(DottedName("a.b"), "123.0 KiB")
-        return table
-
-    assert "│ a.b        │ 123.0 KiB │" in render(Fitted(build), 26)
-    narrow = render(Fitted(build), 25)
-    assert "│" not in narrow
-    assert "a.b   123.0 KiB" in narrow
-
-
-def test_columns_say_how_wide_what_is_printed_to_a_file_is(monkeypatch, capsys):
-    for columns, width in (("30", 30), ("many", 140)):
-        monkeypatch.setenv("COLUMNS", columns)
-        print_renderable("word " * 40)
-        assert width - 5 <= max(map(len, capsys.readouterr().out.splitlines())) <= width

@@ -29,10 +29,8 @@ def test_equal_units_are_folded(profile):
     stem, f, g, *_ = profile.memory.units
     eight = [replace(unit, name=f"stages.0.blocks.{i}.{branch}") for i in range(8) for branch, unit in (("f", f), ("g", g))]
     text = text_of(tabulate_profile(replace(profile, memory=replace(profile.memory, units=(stem, *eight)))))
-    assert [line.split("│")[1:3] for line in text.splitlines() if "blocks" in line] == [
-        [" stages.0.blocks.0-7.f ", "     8 "],
-        [" stages.0.blocks.0-7.g ", "     8 "],
-    ]
+    rows = [line.split()[:2] for line in text.splitlines() if "blocks" in line]
+    assert rows[:2] == [["stages.0.blocks.0-7.f", "8"], ["stages.0.blocks.0-7.g", "8"]]
 
 
 @pytest.mark.parametrize(
@@ -62,13 +60,9 @@ def test_seconds_of_the_table_and_the_papers_observation(profile):
     assert "A training step takes 250 ms with everything stored." in text
     assert "Medians of 16 runs, which would differ by 12.5% if measured again (standard error)." in text
     assert "Inverting a step takes 2.00 times as long as its forward." in text
-    (line,) = (line for line in text.splitlines() if "stages.0.blocks.1.f" in line)
-    assert [cell.strip() for cell in line.split("│")[3:4] + line.split("│")[7:10]] == [
-        "2 ms",
-        "0.01 us",
-        "5 us",
-        "4 ms / 0.007 us",
-    ]
+    kept, extra = (line.split() for line in text.splitlines() if "stages.0.blocks.1.f" in line)
+    assert kept[2:4] == ["2", "ms"]
+    assert extra[1:] == ["0.01", "us", "5", "us", "4", "ms", "/", "0.007", "us"]
     assert inversion_ratio(profile) is None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.file import sync, write_atomically
+from revzoo.file import write_atomically
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,16 +47,6 @@ def test_an_error_of_the_disk_names_the_file(tmp_path):
     assert caught.value.filename == f"{tmp_path}/file.txt"
 
 
-def test_the_reason_of_a_failure_is_not_hidden_by_cleaning_up(tmp_path):
-    def write(partial):
-        partial.unlink()
-        partial.mkdir()  # which cannot be unlinked
-        raise RuntimeError("the disk is full")
-
-    with pytest.raises(RuntimeError, match="the disk is full"):
-        write_atomically(tmp_path / "file.txt", write)
-
-
 def test_the_content_is_on_the_disk_before_the_rename_and_the_name_after_it(tmp_path, monkeypatch):
     path, synced, fsync = tmp_path / "file.txt", [], os.fsync
 
@@ -68,34 +58,6 @@ def test_the_content_is_on_the_disk_before_the_rename_and_the_name_after_it(tmp_
     write_atomically(path, lambda partial: partial.write_text("new"))
     folder = tmp_path.stat()
     assert synced == [(path.stat().st_ino, 3, False), (folder.st_ino, folder.st_size, True)]
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EINVAL, errno.ENOTSUP])
-def test_a_system_that_cannot_sync_folders(tmp_path, monkeypatch, number):
-    """Windows does not open them (EACCES), and syncs only what is open for writing; some network drives refuse."""
-    system_open, flags = os.open, []
-
-    def open_as_windows(path, flag):
-        flags.append(flag)
-        if os.path.isdir(path):
-            raise OSError(number, "refused")
-        return system_open(path, flag)
-
-    monkeypatch.setattr(os, "open", open_as_windows)
-    write_atomically(tmp_path / "file.txt", lambda partial: partial.write_text("new"))
-    assert (tmp_path / "file.txt").read_text() == "new"
-    assert flags == [os.O_RDWR, os.O_RDONLY]
-
-
-def test_a_file_that_cannot_be_synced_is_an_error(tmp_path, monkeypatch):
-    def fail(descriptor):
-        raise OSError(errno.EINVAL, "refused")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    sync(tmp_path)
-    with pytest.raises(OSError, match="refused"):
-        write_atomically(tmp_path / "file.txt", lambda partial: partial.write_text("new"))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_text_has_the_encoding_of_the_system():

@@ -1,17 +1,16 @@
-"""What the tables share: names that wrap at dots, and layouts for narrow terminals."""
+"""What the tables share: names that wrap at dots, and a layout for 80 columns."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 _PIECE = re.compile(r"[^._/ -]*[._/ -]?")  # of a name: up to and with the character behind which a line may end
-_ANY_WIDTH = 10_000
 
 
 def make_plain_table(title: str) -> Table:
@@ -22,10 +21,8 @@ def make_plain_table(title: str) -> Table:
     return table
 
 
-def make_table(narrow: bool = False, **settings: Any) -> Table:
-    """Return an empty table; a narrow one has no lines between columns, and one blank."""
-    if not narrow:
-        return Table(**settings)
+def make_table(**settings: Any) -> Table:
+    """Return an empty table for a terminal of 80 columns: no lines between columns, and one blank."""
     return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, **settings)
 
 
@@ -51,30 +48,3 @@ class DottedName:
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(self.narrowest, len(self.name))
-
-
-class Fitted:
-    """A layout for wide terminals where it fits, with columns as narrow as they may be, else one for narrow terminals.
-
-    Args:
-        build: returns the layout; its argument says whether it is the narrow one.
-    """
-
-    def __init__(self, build: Callable[[bool], RenderableType]):
-        self.build = build
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        wide, unlimited = self.build(False), options.update(max_width=_ANY_WIDTH)
-        if isinstance(wide, Table):
-            _keep_whole(wide, console, unlimited)
-        needed = Measurement.get(console, unlimited, wide).minimum
-        yield wide if needed <= options.max_width else self.build(True)
-
-
-def _keep_whole(table: Table, console: Console, options: ConsoleOptions) -> None:
-    """Give columns that do not wrap the width of their cells: rich would cut these where there are too many columns."""
-    for column in table.columns:
-        if column.no_wrap:
-            widths = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
-            head = widths[0].minimum if isinstance(column.header, DottedName) else widths[0].maximum
-            column.min_width = max([head, column.min_width or 0, *(width.maximum for width in widths[1:])])

@@ -1,17 +1,14 @@
 """The report of a model as text: its parts, what each keeps for backward, and the memory of a training step."""
 
-from collections.abc import Sequence
-
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
 from revzoo.analysis.report import ModelReport, PartReport, PixelReport, TwinReport
-from revzoo.display.tables.base import DottedName, Fitted, make_plain_table, make_table
+from revzoo.display.tables.base import DottedName, make_plain_table, make_table
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.format import format_bytes, format_flops, format_shape
 
-_LEAST_NAME, _LEAST_WORDS = 19, 24  # columns that names and descriptions have on a wide terminal
 _CAPTION = (
     "With invert, any number of consecutive steps keeps one pair of streams; a bijection between them keeps nothing. Nodes "
     "(stem, transitions, fuse, head) keep their activations unless set to selective or recompute."
@@ -25,9 +22,9 @@ _ONE_TENSOR_CAPTION = (
 
 def tabulate_model(report: ModelReport) -> RenderableType:
     """Return what rich is to print: sizes and costs, parts, memory in every mode and per pixel, then where it is from."""
-    pixels = [_tabulate_pixels(report.pixels, report.twin)] if report.pixels is not None else []
-    memory = _tabulate_memory(report)
-    return Group(_tabulate_facts(report), _tabulate_parts(report), memory, *pixels, _tabulate_sources(report))
+    pixels = [_describe_pixels(report.pixels, report.twin)] if report.pixels is not None else []
+    parts = _tabulate_parts(report), _tabulate_kept(report)
+    return Group(_tabulate_facts(report), *parts, _tabulate_memory(report), *pixels, _tabulate_sources(report))
 
 
 def _tabulate_facts(report: ModelReport) -> Table:
@@ -53,35 +50,26 @@ def describe_twin(twin: TwinReport, example: str) -> str:
     return f"{twin.library} {twin.name}: {twin.parameters:,} parameters, {format_flops(twin.flops)} per {example}"
 
 
-def _tabulate_parts(report: ModelReport) -> Fitted:
-    """Lay out the parts and what each keeps in one table, or in two on a narrow terminal."""
-    facts = ("what", "output", "parameters")
-    title = f"What is kept for backward, batch of {report.batch_size} {report.example}s"
-    caption = _CAPTION if report.steps else _ONE_TENSOR_CAPTION
-
-    def build(narrow: bool) -> RenderableType:
-        if not narrow:
-            return _tabulate_columns(report, (*facts, *report.modes), title, caption)
-        parts = _tabulate_columns(report, facts, "Parts", None, narrow)
-        return Group(parts, _tabulate_columns(report, report.modes, title, caption, narrow))
-
-    return Fitted(build)
-
-
-def _tabulate_columns(
-    report: ModelReport, columns: Sequence[str], title: str, caption: str | None, narrow: bool = False
-) -> Table:
-    table = make_table(narrow, title=title, caption=caption)
-    table.add_column("part", min_width=min(_LEAST_NAME, max(len(part.name) for part in report.parts)))
-    for heading in columns:
-        if heading == "what":  # wraps at words where the terminal is narrow; numbers stay whole
-            table.add_column(heading, min_width=_LEAST_WORDS)
-        else:
-            table.add_column(heading, justify="right", no_wrap=True)
+def _tabulate_parts(report: ModelReport) -> Table:
+    table = make_table(title="Parts")
+    table.add_column("part")
+    table.add_column("what")  # wraps at words where the terminal is narrow; numbers stay whole
+    for heading in ("output", "parameters"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for part in report.parts:
-        cells = {"what": _describe_part(part), "output": format_shape(part.shape), "parameters": f"{part.parameters:,}"}
-        cells |= {m: "nothing" if part.kind == "bijection" else format_bytes(part.kept_bytes[m]) for m in report.modes}
-        table.add_row(DottedName(part.name), *(cells[heading] for heading in columns))
+        table.add_row(DottedName(part.name), _describe_part(part), format_shape(part.shape), f"{part.parameters:,}")
+    return table
+
+
+def _tabulate_kept(report: ModelReport) -> Table:
+    title = f"What is kept for backward, batch of {report.batch_size} {report.example}s"
+    table = make_table(title=title, caption=_CAPTION if report.steps else _ONE_TENSOR_CAPTION)
+    table.add_column("part")
+    for mode in report.modes:
+        table.add_column(mode, justify="right", no_wrap=True)
+    for part in report.parts:
+        sizes = ("nothing" if part.kind == "bijection" else format_bytes(part.kept_bytes[mode]) for mode in report.modes)
+        table.add_row(DottedName(part.name), *sizes)
     return table
 
 
@@ -96,23 +84,11 @@ def _tabulate_memory(report: ModelReport) -> MemoryTable:
     return MemoryTable(columns)
 
 
-def _tabulate_pixels(pixels: PixelReport, twin: TwinReport | None) -> Fitted:
-    return Fitted(lambda narrow: _tabulate_peaks(pixels, twin, narrow))
-
-
-def _tabulate_peaks(pixels: PixelReport, twin: TwinReport | None, narrow: bool) -> Table:
-    caption = f"Peak: {pixels.describe()}. z: activations that backward has yet to use; g: gradients of activations."
+def _describe_pixels(pixels: PixelReport, twin: TwinReport | None) -> str:
+    text = f"With invert, {pixels}\nz: activations that backward has yet to use; g: gradients of activations; *: the peak."
     if twin is not None and twin.pixels is not None:
-        caption += f" Of the twin: {twin.pixels.bytes_per_pixel:.1f} bytes."
-    table = make_table(narrow, title="Bytes per pixel at the peak of each stage, with invert", caption=caption)
-    heads, *rows = pixels.list_rows()
-    for head in heads:
-        is_text = head in (heads[0], heads[-1])
-        least = None if narrow or not is_text else _LEAST_NAME
-        table.add_column(head, justify="left" if is_text else "right", no_wrap=not is_text, min_width=least)
-    for (stage, *numbers, place), name in zip(rows, pixels.stages, strict=True):
-        table.add_row(DottedName(stage), *numbers, DottedName(place), style="bold" if name == pixels.peak_stage else None)
-    return table
+        text += f" Of the twin: {twin.pixels.bytes_per_pixel:.1f} bytes per pixel."
+    return escape(f"\n{text}\n")
 
 
 def _tabulate_sources(report: ModelReport) -> Table:

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from revzoo.display.tables.base import DottedName, Fitted, make_plain_table, make_table
+from revzoo.display.tables.base import DottedName, make_plain_table, make_table
 from revzoo.display.unit_name import parse_unit_name
 from revzoo.format import format_bytes, format_flops, format_seconds
 from revzoo.planning.comparison import inversion_ratio
@@ -15,7 +15,6 @@ from revzoo.planning.profiling.profile import Profile
 from revzoo.planning.solvers.problem import Unit
 from revzoo.runtime.mode import MODES, Mode
 
-_LEAST_NAME = 19  # columns that names have on a wide terminal
 _KEPT = "A state that two neighbours keep is counted with both, but is in memory once."
 _COSTS = "The number after a slash is for the first step of an inverted run."
 
@@ -38,36 +37,23 @@ def _tabulate_facts(profile: Profile) -> Table:
     return table
 
 
-def _tabulate_units(profile: Profile) -> Fitted:
-    """Lay out what units keep and cost in one table, or in two on a narrow terminal."""
+def _tabulate_units(profile: Profile) -> Group:
+    """Lay out what units keep and what each mode costs, in a table each."""
     rows: dict[tuple[str, ...], list[str]] = {}  # by the start and the end of the names, and the cells
     for k, unit in enumerate(profile.problem.units):
         cells = _unit_cells(profile, profile.memory.units[k], k)
         name = parse_unit_name(unit.name)
         rows.setdefault((name.start, name.end, *cells), []).append(unit.name)
     lines = [(fold_names(names), str(len(names)), *cells) for (_, _, *cells), names in rows.items()]
-    extra = "extra time" if profile.timing else "extra FLOPs"
     kept = ["count", *(["forward"] if profile.timing else []), *(f"keeps:\n{mode}" for mode in MODES[:3])]
-    title, costs = "What units keep from forward to backward", f"{extra} over storing"
-
-    def build(narrow: bool) -> RenderableType:
-        if not narrow:
-            headings = [*kept, *(f"{extra}:\n{mode}" for mode in MODES[1:])]
-            return _tabulate_lines(lines, headings, title=f"{title}, and their {costs}", caption=f"{_KEPT} {_COSTS}")
-        split = 1 + len(kept)
-        return Group(
-            _tabulate_lines([line[:split] for line in lines], kept, narrow, title=title, caption=_KEPT),
-            _tabulate_lines(
-                [(line[0], *line[split:]) for line in lines], MODES[1:], narrow, title=costs.capitalize(), caption=_COSTS
-            ),
-        )
-
-    return Fitted(build)
+    costs, split = f"Extra {'time' if profile.timing else 'FLOPs'} over storing", 1 + len(kept)
+    what_is_kept = _tabulate_lines([line[:split] for line in lines], kept, "What units keep from forward to backward", _KEPT)
+    return Group(what_is_kept, _tabulate_lines([(line[0], *line[split:]) for line in lines], MODES[1:], costs, _COSTS))
 
 
-def _tabulate_lines(lines: Sequence[Sequence[str]], headings: Sequence[str], narrow: bool = False, **about: str) -> Table:
-    table = make_table(narrow, **about)
-    table.add_column("units", min_width=None if narrow else min(_LEAST_NAME, max(len(line[0]) for line in lines)))
+def _tabulate_lines(lines: Sequence[Sequence[str]], headings: Sequence[str], title: str, caption: str) -> Table:
+    table = make_table(title=title, caption=caption)
+    table.add_column("units")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, *cells in lines:

@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from revzoo.display.tables.base import DottedName, Fitted, make_plain_table, make_table
+from revzoo.display.tables.base import DottedName, make_plain_table, make_table
 from revzoo.format import format_bytes, format_flops
 from revzoo.runtime.mode import Mode
 
@@ -17,25 +16,20 @@ _CAPTION = (
 )
 
 
-def tabulate_zoo(names: Iterable[str], rows: Mapping[str, Mapping[str, Any]]) -> RenderableType:
+def tabulate_zoo(names: Iterable[str], rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """Lay out models with their size, memory and weights.
 
     Args:
         names: of the models to show.
         rows: what was measured, by name, as in docs/zoo.json.
     """
-    names = list(names)
-
-    def build(narrow: bool) -> Table:
-        table = make_table(narrow, caption=_CAPTION)
-        table.add_column("model", min_width=None if narrow else max(map(len, names)))
-        for heading in ("parameters", "FLOPs", "stored", "inverted", "weights\ntop-1"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for name in names:
-            table.add_row(DottedName(name), *(_list_cells(rows[name]) if name in rows else ["-"] * 5))
-        return table
-
-    return Fitted(build)
+    table = make_table(caption=_CAPTION)
+    table.add_column("model")
+    for heading in ("parameters", "FLOPs", "stored", "inverted", "weights\ntop-1"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name in names:
+        table.add_row(DottedName(name), *(_list_cells(rows[name]) if name in rows else ["-"] * 5))
+    return table
 
 
 def tabulate_recipes(meanings: Mapping[str, str]) -> Table:
