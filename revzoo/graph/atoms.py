@@ -33,6 +33,7 @@ _STATISTICS = {
 _ROOT = re.compile(r"^\w\['\w+'\]\.?")  # how the compiler calls the captured module
 _INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
 _INPUTS = ("placeholder", "get_attr")
+Calls = Sequence[Sequence[tuple[Node, Callable[[Mapping[Node, Any]], Any]]]]  # by atom
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,23 @@ def prepare_call(graph: GraphModule, node: Node) -> Callable[[Mapping[Node, Any]
         return function(*given, **(kwargs | {name: env[each] for name, each in names}))
 
     return call
+
+
+def prepare_calls(graph: GraphModule, atoms: Sequence[Atom]) -> Calls:
+    """Return what runs the calls of every atom."""
+    return [[(node, prepare_call(graph, node)) for node in atom.nodes] for atom in atoms]
+
+
+def list_dead(atoms: Sequence[Atom]) -> list[list[Node]]:
+    """Return by atom the results that no later one uses, nor what is outside of them."""
+    number = {node: i for i, atom in enumerate(atoms) for node in atom.nodes}
+    dead: list[list[Node]] = [[] for _ in atoms]
+    for node, i in number.items():
+        # Atoms may run in another order than calls stand in the graph.
+        last = max((number.get(user, len(atoms)) for user in node.users), default=i)
+        if last < len(atoms):
+            dead[last].append(node)
+    return dead
 
 
 def _find_function(graph: GraphModule, node: Node) -> Callable[..., Any]:

@@ -20,8 +20,7 @@ from revzoo.graph.call_times import CallTimes, assign_times, measure_graphs
 from revzoo.graph.capture import Capture, Loss, capture
 from revzoo.graph.counted_step import CountedStep, PlanDetails, count_step, describe_step
 from revzoo.graph.front import Front, find_front
-from revzoo.graph.module_plan import ModulePlan, set_schedules
-from revzoo.graph.planned_call import GraphPlan
+from revzoo.graph.module_plan import GraphPlan, ModulePlan, set_schedules
 from revzoo.graph.spans import Spans
 from revzoo.graph.step_record import Record, record
 from revzoo.planning.budget import parse_budget
