@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from revzoo.analysis.dry_run import call, isolated
-from revzoo.analysis.fake_tensors import find_fake_mode, has_values
+from revzoo.analysis.fake_tensors import has_values
 from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, bind_inputs, list_dead, prepare_calls, split_into_atoms
 from revzoo.graph.capture import GraphCall, capture_calls, compute_digest
@@ -64,12 +64,7 @@ def measure_graphs(module: nn.Module, batch: Any) -> list[tuple[str, CallTimes]]
 
     def time_graph(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         def run(*inputs: Any) -> Any:
-            mode = find_fake_mode([], always=True)
-            assert mode is not None
-            with mode:
-                fakes = [map_tensors(lambda t: mode.from_tensor(t.detach()).requires_grad_(t.requires_grad), i) for i in inputs]
-                atoms = split_into_atoms(graph, fakes)
-            measured, results = _time_atoms(graph, atoms, inputs)
+            measured, results = _time_atoms(graph, split_into_atoms(graph, inputs), inputs)
             times.append((compute_digest(graph, inputs), measured))
             return results
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 
 from revzoo.analysis.dry_run import call, isolated, leave_autocast, mark_python_streams, require_module
-from revzoo.analysis.fake_tensors import find_fake_mode, has_values
+from revzoo.analysis.fake_tensors import has_values
 from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, split_into_atoms
 from revzoo.graph.expansion import expand_calls
@@ -31,7 +30,7 @@ from revzoo.graph.refusal import (
     require_results,
     require_uncompiled,
 )
-from revzoo.runtime.nested import map_tensors, tensors_in
+from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import RandomState, find_generators
 
 Runner = Callable[..., Any]
@@ -157,10 +156,7 @@ class Capture:
         require_no_transforms(self._module, graph)
         if any(graph is each for each in self._graphs[:at]):
             graph = _copy(graph)
-        mode = find_fake_mode(list(tensors_in(list(given))), always=True)
-        assert mode is not None
-        with mode:
-            atoms = split_into_atoms(graph, [_make_fake(each, mode) for each in given])
+        atoms = split_into_atoms(graph, given)
         first = self.calls[-1].numbers.stop + 1 if self.calls else 1
         self.calls.append(GraphCall(graph, atoms, compute_digest(graph, given), first))
         return graph.forward(*given)
@@ -220,16 +216,6 @@ def _copy(graph: GraphModule) -> GraphModule:
     output = copied.graph_copy(graph.graph, {})
     copied.output(output)
     return GraphModule(graph, copied)
-
-
-def _make_fake(value: Any, mode: FakeTensorMode) -> Any:
-    """Return the tensors of a value as FakeTensors of their own."""
-
-    def convert(t: Tensor) -> Tensor:
-        fake = t.detach() if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
-        return fake.requires_grad_(t.requires_grad)
-
-    return map_tensors(convert, value)
 
 
 def capture_calls(module: nn.Module, backend: Callable[[GraphModule, Sequence[Any]], Runner]) -> Runner:

@@ -148,19 +148,10 @@ class ModulePlan:
             PlanError: there is no such file, or it is not a plan for a module.
         """
         try:
-            fields = json.loads(Path(path).read_text(encoding="utf-8"))
-            graphs = tuple(GraphPlan(**{key: _freeze(value) for key, value in each.items()}) for each in fields["graphs"])
-            schedules = tuple((name, tuple(map(Mode, modes))) for name, modes in fields["schedules"])
-            setting = {key: _freeze(value) for key, value in fields["setting"].items()}
-            return cls(
-                **{
-                    **fields,
-                    "graphs": graphs,
-                    "schedules": schedules,
-                    "setting": Setting(**setting),
-                    "notes": tuple(fields["notes"]),
-                }
-            )
+            fields = {key: _freeze(value) for key, value in json.loads(Path(path).read_text(encoding="utf-8")).items()}
+            fields["graphs"] = tuple(GraphPlan(**each) for each in fields["graphs"])
+            fields["schedules"] = tuple((name, tuple(map(Mode, modes))) for name, modes in fields["schedules"])
+            return cls(**fields | {"setting": Setting(**fields["setting"])})
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise PlanError(f"{path} is not a saved plan for a module ({error}). plan.save(path) writes one.") from error
 
@@ -277,4 +268,7 @@ class _PlannedCall:
 
 
 def _freeze(value: Any) -> Any:
+    """Return what was read from JSON with tuples for lists."""
+    if isinstance(value, dict):
+        return {key: _freeze(each) for key, each in value.items()}
     return tuple(map(_freeze, value)) if isinstance(value, list) else value
