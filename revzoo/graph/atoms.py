@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from revzoo.analysis.fake_tensors import find_fake_mode
 from revzoo.graph.expansion import expand_calls, get_attribute
-from revzoo.runtime.nested import tensors_in
+from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.operations import describe
 
 # What takes running statistics: their first position, and whether they move where the sixth argument does not say it.
@@ -33,6 +35,7 @@ _STATISTICS = {
 _ROOT = re.compile(r"^\w\['\w+'\]\.?")  # how the compiler calls the captured module
 _INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
 _INPUTS = ("placeholder", "get_attr")
+Calls = Sequence[Sequence[tuple[Node, Callable[[Mapping[Node, Any]], Any]]]]  # by atom
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,23 @@ def prepare_call(graph: GraphModule, node: Node) -> Callable[[Mapping[Node, Any]
     return call
 
 
+def prepare_calls(graph: GraphModule, atoms: Sequence[Atom]) -> Calls:
+    """Return what runs the calls of every atom."""
+    return [[(node, prepare_call(graph, node)) for node in atom.nodes] for atom in atoms]
+
+
+def list_dead(atoms: Sequence[Atom]) -> list[list[Node]]:
+    """Return by atom the results that no later one uses, nor what is outside of them."""
+    number = {node: i for i, atom in enumerate(atoms) for node in atom.nodes}
+    dead: list[list[Node]] = [[] for _ in atoms]
+    for node, i in number.items():
+        # Atoms may run in another order than calls stand in the graph.
+        last = max((number.get(user, len(atoms)) for user in node.users), default=i)
+        if last < len(atoms):
+            dead[last].append(node)
+    return dead
+
+
 def _find_function(graph: GraphModule, node: Node) -> Callable[..., Any]:
     if node.op == "call_method":
         name = str(node.target)
@@ -130,11 +150,18 @@ def split_into_atoms(graph: GraphModule, inputs: Sequence[Any]) -> list[Atom]:
 
     Args:
         graph: as captured. Its calls are expanded.
-        inputs: what it is called with, FakeTensors in place of tensors. They are changed as the graph changes them.
+        inputs: what it is called with, FakeTensors or not. It runs with FakeTensors of its own.
     """
     expand_calls(graph)
-    follower = _Follower(graph, inputs)
-    with torch.set_grad_enabled(torch.is_grad_enabled()):  # the graph may switch it
+    mode = find_fake_mode(list(tensors_in(list(inputs))), always=True)
+    assert mode is not None
+
+    def make_fake(t: Tensor) -> Tensor:
+        fake = t.detach() if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
+        return fake.requires_grad_(t.requires_grad)
+
+    with mode, torch.set_grad_enabled(torch.is_grad_enabled()):  # the graph may switch it
+        follower = _Follower(graph, [map_tensors(make_fake, each) for each in inputs])
         calls = [follower.run(node) for node in graph.graph.nodes if node.op not in (*_INPUTS, "output")]
     place = {call.node: i for i, call in enumerate(calls)}
     group = list(range(len(calls)))  # by call: the number of the last call of its atom

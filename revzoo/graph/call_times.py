@@ -5,21 +5,21 @@ runs right behind its forward, so that hardly more is alive than in evaluation, 
 fit. Each round runs all calls once; the time of a call is the median over the rounds.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from revzoo.analysis.dry_run import call, isolated
-from revzoo.analysis.fake_tensors import find_fake_mode, has_values
+from revzoo.analysis.fake_tensors import has_values
 from revzoo.errors import InputError
-from revzoo.graph.atoms import Atom, bind_inputs, prepare_call, split_into_atoms
-from revzoo.graph.capture import GraphCall
-from revzoo.graph.captured_call import capture_calls, compute_digest
+from revzoo.graph.atoms import Atom, bind_inputs, list_dead, prepare_calls, split_into_atoms
+from revzoo.graph.capture import GraphCall, capture_calls, compute_digest
+from revzoo.graph.recovery import cut
 from revzoo.graph.refusal import explain_failures, require_uncompiled
 from revzoo.planning.profiling.clock import Median, combine_spreads, find_median, make_clock, repeat
 from revzoo.planning.profiling.timing import memory_errors
@@ -48,21 +48,8 @@ class CallTimes:
         return (sum(self.forward) + sum(self.backward)) / 1e9
 
 
-@dataclass(frozen=True)
-class GraphTimes:
-    """What one call of a captured graph takes.
-
-    Args:
-        digest: of the graph and its inputs.
-        times: of its atoms.
-    """
-
-    digest: str
-    times: CallTimes
-
-
-def measure_graphs(module: nn.Module, batch: Any) -> list[GraphTimes]:
-    """Run a module's graphs a few times and return what their atoms take. The module is left as it was.
+def measure_graphs(module: nn.Module, batch: Any) -> list[tuple[str, CallTimes]]:
+    """Run a module's graphs a few times and return their digests and what their atoms take. The module is left as it was.
 
     Args:
         module: on the device where it will be trained.
@@ -73,18 +60,13 @@ def measure_graphs(module: nn.Module, batch: Any) -> list[GraphTimes]:
     """
     if not all(map(has_values, (*module.parameters(), *tensors_in(batch)))):
         raise InputError("profile=True runs the module, which has no values here. Received: the meta device. Leave it out.")
-    times: list[GraphTimes] = []
+    times: list[tuple[str, CallTimes]] = []
 
     def time_graph(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         def run(*inputs: Any) -> Any:
-            mode = find_fake_mode([], always=True)
-            assert mode is not None
-            with mode:
-                fakes = [map_tensors(lambda t: mode.from_tensor(t.detach()).requires_grad_(t.requires_grad), i) for i in inputs]
-                atoms = split_into_atoms(graph, fakes)
-            program = _Program(graph, atoms)
-            times.append(GraphTimes(compute_digest(graph, inputs), _time_program(program, inputs)))
-            return program.results
+            measured, results = _time_atoms(graph, split_into_atoms(graph, inputs), inputs)
+            times.append((compute_digest(graph, inputs), measured))
+            return results
 
         return run
 
@@ -94,88 +76,66 @@ def measure_graphs(module: nn.Module, batch: Any) -> list[GraphTimes]:
     return times
 
 
-def assign_times(measured: Sequence[GraphTimes], calls: Sequence[GraphCall]) -> CallTimes:
+def assign_times(measured: Sequence[tuple[str, CallTimes]], calls: Sequence[GraphCall]) -> CallTimes:
     """Return the times of all atoms of a forward; what runs between graphs takes none.
 
     Raises:
         InputError: other graphs were timed.
     """
-    if [each.digest for each in measured] != [each.digest for each in calls]:
+    if [digest for digest, _ in measured] != [each.digest for each in calls]:
         raise InputError("The module ran other operations when it was timed than when it was captured. Leave out profile=True.")
     forward, backward = [0], [0]
-    for each in measured:
-        forward += [*each.times.forward, 0]
-        backward += [*each.times.backward, 0]
-    spread = combine_spreads([Median(each.times.seconds, each.times.spread) for each in measured])
+    for _, times in measured:
+        forward += [*times.forward, 0]
+        backward += [*times.backward, 0]
+    spread = combine_spreads([Median(times.seconds, times.spread) for _, times in measured])
     return CallTimes(tuple(forward), tuple(backward), spread)
 
 
-def _time_program(program: "_Program", inputs: Sequence[Any]) -> CallTimes:
+def _time_atoms(graph: GraphModule, atoms: Sequence[Atom], inputs: Sequence[Any]) -> tuple[CallTimes, Any]:
+    """Return what atoms take, and what the graph returns."""
     clock = make_clock(next((t.device for t in tensors_in(list(inputs))), torch.device("cpu")))
-    samples: list[tuple[list[float], list[float]]] = []  # by atom, forward and backward
+    program, dead_after = prepare_calls(graph, atoms), list_dead(atoms)
+    samples: list[tuple[list[float], list[float]]] = [([], []) for _ in atoms]  # forward and backward
+    env: dict[Node, Any] = {}
 
-    def run() -> Iterator[tuple[float, float]]:
-        for forward, backward in list(program.run(inputs, clock.mark)):
-            yield clock.measure(*forward), clock.measure(*backward)
+    def run() -> list[tuple[Any, ...]]:
+        """Run everything once; return when every atom's forward began and ended, and its backward."""
+        env.update((node, map_tensors(cut, value)) for node, value in bind_inputs(graph, inputs))
+        grad_mode, marks = torch.is_grad_enabled(), []
+        for atom, calls, dead in zip(atoms, program, dead_after, strict=True):
+            local = {node: env[node] for node in (*atom.reads, *atom.statistics)}
+            wanted = {id(t): t for node in atom.reads for t in tensors_in(env[node]) if t.requires_grad}
+            begin = clock.mark()
+            for node, call_node in calls:
+                local[node] = call_node(local)
+            end = clock.mark()
+            outputs = [t for node in atom.makes for t in tensors_in(local[node]) if t.grad_fn is not None]
+            gradients = [torch.ones_like(t) for t in outputs]
+            begin_backward = clock.mark()
+            if outputs and wanted:
+                torch.autograd.grad(outputs, list(wanted.values()), gradients, allow_unused=True)
+            marks.append((begin, end, begin_backward, clock.mark()))
+            env.update((node, map_tensors(cut, local[node])) for node in atom.makes)
+            del local, outputs, gradients, wanted
+            for node in dead:
+                env.pop(node, None)
+        torch.set_grad_enabled(grad_mode)
+        return marks
 
     def list_medians(direction: int) -> list[Median]:
         return [find_median(each[direction]) for each in samples]
 
-    samples += [([], []) for _ in run()]  # a warm-up
+    run()  # a warm-up
     for _ in repeat(_ROUNDS, lambda: combine_spreads([*list_medians(0), *list_medians(1)])):
-        for each, (forward, backward) in zip(samples, run(), strict=True):
-            each[0].append(forward)
-            each[1].append(backward)
+        for (forward, backward), marks in zip(samples, run(), strict=True):
+            forward.append(clock.measure(*marks[:2]))
+            backward.append(clock.measure(*marks[2:]))
     forwards, backwards = list_medians(0), list_medians(1)
-    return CallTimes(
+    times = CallTimes(
         forward=tuple(round(median.seconds * 1e9) for median in forwards),
         backward=tuple(round(median.seconds * 1e9) for median in backwards),
         spread=combine_spreads([*forwards, *backwards]),
     )
-
-
-class _Program:
-    """A graph that runs atom by atom, each with its backward."""
-
-    def __init__(self, graph: GraphModule, atoms: Sequence[Atom]):
-        self._graph, self._atoms = graph, atoms
-        self.results: Any = None  # of the latest run
-        self._calls = [[(node, prepare_call(graph, node)) for node in atom.nodes] for atom in self._atoms]
-        number = {node: i for i, atom in enumerate(self._atoms) for node in atom.nodes}
-        self._dead_after: list[list[Node]] = [[] for _ in self._atoms]
-        for atom in self._atoms:
-            for node in atom.makes:
-                last = max(number.get(user, len(number)) for user in node.users)
-                if last < len(number):
-                    self._dead_after[last].append(node)
-
-    def run(self, inputs: Sequence[Any], now: Callable[[], Any]) -> Iterator[tuple[tuple[Any, Any], tuple[Any, Any]]]:
-        """Run everything once; yield when every atom's forward began and ended, and its backward."""
-        env = {node: map_tensors(_cut, value) for node, value in bind_inputs(self._graph, inputs)}
-        grad_mode = torch.is_grad_enabled()
-        for atom, calls, dead in zip(self._atoms, self._calls, self._dead_after, strict=True):
-            local = {node: env[node] for node in (*atom.reads, *atom.statistics)}
-            wanted = {id(t): t for node in atom.reads for t in tensors_in(env[node]) if t.requires_grad}
-            forward = [now()]
-            for node, run in calls:
-                local[node] = run(local)
-            forward.append(now())
-            outputs = [t for node in atom.makes for t in tensors_in(local[node]) if t.grad_fn is not None]
-            gradients = [torch.ones_like(t) for t in outputs]
-            backward = [now()]
-            if outputs and wanted:
-                torch.autograd.grad(outputs, list(wanted.values()), gradients, allow_unused=True)
-            backward.append(now())
-            yield (forward[0], forward[1]), (backward[0], backward[1])
-            env |= {node: map_tensors(_cut, local[node]) for node in atom.makes}
-            del local, outputs, gradients, wanted
-            for node in dead:
-                del env[node]
-        torch.set_grad_enabled(grad_mode)
-        (results,) = next(node for node in self._graph.graph.nodes if node.op == "output").args
-        self.results = map_arg(results, env.__getitem__)
-
-
-def _cut(tensor: Tensor) -> Tensor:
-    """Return a tensor without the graph that has made it."""
-    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
+    (results,) = next(node for node in graph.graph.nodes if node.op == "output").args
+    return times, map_arg(results, env.__getitem__)

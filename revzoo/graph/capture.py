@@ -1,24 +1,26 @@
 """The forward of a module for one batch: calls of captured graphs, one after the other, and the code between them.
 
 Mostly it is one call of one graph. `torch.compile` ends a graph where it cannot follow the code, at a `print` or a reversible
-chain for example, and begins another behind it. What stands between is run as it is, and stores what it stores.
+chain for example, and begins another after it. What stands between is run as it is, and stores what it stores. The compiler
+checks its guards at every call, and hands over other graphs where shapes, dtypes or flags are others.
 """
 
+import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 
 from revzoo.analysis.dry_run import call, isolated, leave_autocast, mark_python_streams, require_module
-from revzoo.analysis.fake_tensors import find_fake_mode, has_values
+from revzoo.analysis.fake_tensors import has_values
 from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, split_into_atoms
-from revzoo.graph.captured_call import Runner, capture_calls, compute_digest
 from revzoo.graph.expansion import expand_calls
 from revzoo.graph.refusal import (
     compute_loss,
@@ -28,11 +30,13 @@ from revzoo.graph.refusal import (
     require_results,
     require_uncompiled,
 )
-from revzoo.runtime.nested import map_tensors, tensors_in
+from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import RandomState, find_generators
 
+Runner = Callable[..., Any]
 RunGraph = Callable[[int, Sequence[Any]], Any]
 Loss = Callable[[Any], Tensor]
+_MOST_GRAPHS = 1024  # of one piece of code, such as the forward of a class that is not captured in one graph with its caller's
 _COMPUTED = "It reads the values of tensors, so that planning had to compute training steps on the module's device."
 
 
@@ -152,10 +156,7 @@ class Capture:
         require_no_transforms(self._module, graph)
         if any(graph is each for each in self._graphs[:at]):
             graph = _copy(graph)
-        mode = find_fake_mode(list(tensors_in(list(given))), always=True)
-        assert mode is not None
-        with mode:
-            atoms = split_into_atoms(graph, [_make_fake(each, mode) for each in given])
+        atoms = split_into_atoms(graph, given)
         first = self.calls[-1].numbers.stop + 1 if self.calls else 1
         self.calls.append(GraphCall(graph, atoms, compute_digest(graph, given), first))
         return graph.forward(*given)
@@ -217,11 +218,41 @@ def _copy(graph: GraphModule) -> GraphModule:
     return GraphModule(graph, copied)
 
 
-def _make_fake(value: Any, mode: FakeTensorMode) -> Any:
-    """Return the tensors of a value as FakeTensors of their own."""
+def capture_calls(module: nn.Module, backend: Callable[[GraphModule, Sequence[Any]], Runner]) -> Runner:
+    """Return what calls the module through `backend`: a graph and inputs in, what runs it out. The module stays as it is."""
 
-    def convert(t: Tensor) -> Tensor:
-        fake = t.detach() if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
-        return fake.requires_grad_(t.requires_grad)
+    def call_module(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
 
-    return map_tensors(convert, value)
+    # The compiler counts captures by code object and gives up after a few, so every module gets one of its own.
+    fresh = FunctionType(call_module.__code__.replace(), globals(), "call_module", closure=call_module.__closure__)
+    runner: Runner = torch.compile(fresh, backend=backend, dynamic=False)
+    patched: Runner = torch._dynamo.config.patch(
+        optimize_ddp=False,  # under DistributedDataParallel the compiler would cut the graph at its buckets
+        recompile_limit=_MOST_GRAPHS,
+        accumulated_recompile_limit=_MOST_GRAPHS,
+    )(runner)
+    has_captured = False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_captured
+        if has_captured:
+            return patched(*args, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the compiler asks for it
+            results = patched(*args, **kwargs)
+        has_captured = True
+        return results
+
+    return run
+
+
+def compute_digest(graph: GraphModule, inputs: Sequence[Any]) -> str:
+    """Return a hash of a graph's calls with their arguments, and of its inputs' shapes, dtypes and need of gradients."""
+    calls = [(node.op, node.name, _describe(node.target), repr(node.args), repr(node.kwargs)) for node in graph.graph.nodes]
+    given = [(tuple(t.shape), str(t.dtype), t.requires_grad) if isinstance(t, Tensor) else repr(t) for t in inputs]
+    return hashlib.sha256(repr((calls, given)).encode()).hexdigest()
+
+
+def _describe(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__name__)

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from torch.fx import Node
-
 from revzoo.analysis.flops import FlopCounterOfReplacedCalls
 from revzoo.graph.call_times import CallTimes
 from revzoo.graph.capture import Capture, Loss
 from revzoo.graph.front import Front
-from revzoo.graph.recovery import Slot
+from revzoo.graph.recovery import Observer, Slot
 from revzoo.graph.span_choices import FLOPS_PER_BYTE
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Spans
@@ -120,7 +118,7 @@ class PlanDetails:
     fixed_bytes: int
 
 
-class _Tracer:
+class _Tracer(Observer):
     """The observer that notes when calls run, run again and are differentiated."""
 
     def __init__(self, live: LiveBytes):
@@ -132,8 +130,6 @@ class _Tracer:
 
     def begin(self, atom: int) -> None:
         self.note("forward", atom)
-
-    def end(self, atom: int, saved: Sequence[Slot], made: Mapping[Node, Any]) -> None: ...
 
     def unpack(self, atom: int, slot: Slot) -> None:
         if self.events[-1][:2] != ("backward", atom):

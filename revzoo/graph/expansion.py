@@ -8,6 +8,7 @@ Custom autograd functions stay one call, of another function.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -15,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from revzoo.graph.custom_function import call_custom_function
 from revzoo.runtime.nested import map_tensors
 
 _NOT_COMPARED = ("aten.detach", "prim.")  # autograd calls the first where hooks are set; subclasses ask for the others
@@ -179,6 +179,74 @@ def make_causal_mask(query: Tensor, key: Tensor) -> Tensor:
     """Return what attention adds to its scores so that no position attends to a later one."""
     size = query.shape[-2], key.shape[-2]
     return convert_mask(torch.ones(size, dtype=torch.bool, device=query.device).tril(), query.dtype)
+
+
+def call_custom_function(
+    forward: GraphModule,
+    backward: GraphModule,
+    *inputs: Any,
+    saved_for_backward_idx: tuple[int, ...] = (),
+    non_differentiable_idx: tuple[int, ...] = (),
+    dirty_idx: tuple[int, ...] = (),
+) -> Any:
+    """Return what a custom function returns, with what it saves where autograd frees it, and hooks on saved tensors see it.
+
+    PyTorch's own call holds that in a class that it makes, which is part of a cycle. Arguments are those of
+    `torch.ops.higher_order.autograd_function_apply`.
+
+    Args:
+        forward: returns the function's results and what it saves.
+        backward: takes the gradients of the results, then what was saved, and returns the gradients of the inputs.
+        inputs: of the function.
+        saved_for_backward_idx: which of what is saved went through `ctx.save_for_backward`; the rest are attributes of `ctx`.
+        non_differentiable_idx: which results have no gradient.
+        dirty_idx: which results are inputs that were changed.
+    """
+    call = _CustomCall(forward, backward, saved_for_backward_idx, non_differentiable_idx, dirty_idx)
+    return _CustomFunction.apply(call, *inputs)
+
+
+@dataclass
+class _CustomCall:
+    """One call of a custom function; `saved` passes from its forward to its context."""
+
+    forward: GraphModule
+    backward: GraphModule
+    checked: tuple[int, ...]
+    non_differentiable: tuple[int, ...]
+    dirty: tuple[int, ...]
+    saved: list[Any] = field(default_factory=list)
+
+
+class _CustomFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(call: _CustomCall, *inputs: Any) -> Any:
+        results, saved = Interpreter(call.forward).run(*inputs)
+        call.saved = list(saved)
+        return results
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        call: _CustomCall = inputs[0]
+        saved, call.saved = call.saved, []
+        results = output if isinstance(output, tuple | list) else [output]
+        if call.dirty:
+            ctx.mark_dirty(*(results[i] for i in call.dirty))
+        if call.non_differentiable:
+            ctx.mark_non_differentiable(*(results[i] for i in call.non_differentiable))
+        ctx.places = [i for i, each in enumerate(saved) if i in call.checked and isinstance(each, Tensor)]
+        ctx.save_for_backward(*(saved[i] for i in ctx.places))
+        for i in ctx.places:
+            saved[i] = None
+        ctx.attributes, ctx.body = saved, call.backward
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        saved = list(ctx.attributes)
+        for i, each in zip(ctx.places, ctx.saved_tensors, strict=True):
+            saved[i] = each
+        out = Interpreter(ctx.body).run(*gradients, *saved)
+        return None, *(out if isinstance(out, tuple | list) else [out])
 
 
 class _Operations(TorchDispatchMode):

@@ -71,19 +71,14 @@ class Front:
                 return chosen
         raise AssertionError("the last point runs nothing again")
 
-    def find_bottleneck(self) -> Option | None:
-        """Return the span that sets the smallest peak; None if the loss does."""
-        chosen = self.choose(self.list_points()[0][0])
-        assert chosen is not None, "the first point has spans"
-        before = list(accumulate((option.kept_bytes for option in chosen), initial=0))
-        needs = [kept + option.need_bytes for kept, option in zip(before, chosen, strict=False)]
-        return None if before[-1] + self._record.loss_bytes > max(needs) else chosen[needs.index(max(needs))]
-
     def name_bottleneck(self) -> str:
         """Return where the smallest peak is, in the user's words."""
-        option = self.find_bottleneck()
-        if option is None:
+        chosen = self.choose(self.list_points()[0][0]) or ()
+        before = list(accumulate((option.kept_bytes for option in chosen), initial=0))
+        needs = [kept + option.need_bytes for kept, option in zip(before, chosen, strict=False)]
+        if before[-1] + self._record.loss_bytes > max(needs):
             return "at the loss"
+        option = chosen[needs.index(max(needs))]
         first, last = (self._record.atoms[at].name for at in (option.start, option.end - 1))
         return f"in {first}" if option.end == option.start + 1 else f"in the span from {first} to {last}"
 

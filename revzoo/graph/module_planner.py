@@ -20,8 +20,7 @@ from revzoo.graph.call_times import CallTimes, assign_times, measure_graphs
 from revzoo.graph.capture import Capture, Loss, capture
 from revzoo.graph.counted_step import CountedStep, PlanDetails, count_step, describe_step
 from revzoo.graph.front import Front, find_front
-from revzoo.graph.module_plan import ModulePlan, set_schedules
-from revzoo.graph.planned_call import GraphPlan
+from revzoo.graph.module_plan import GraphPlan, ModulePlan, set_schedules
 from revzoo.graph.spans import Spans
 from revzoo.graph.step_record import Record, record
 from revzoo.planning.budget import parse_budget
@@ -188,13 +187,14 @@ class _Planner:
             if most_flops < 0:
                 return None
             spans = self.front.make_spans(self.front.choose_least(most_flops))
-            counted = self._count(spans)
-            return self._make_plan(spans, counted, self._find_peak(counted))
+            counted = count_step(self.captured, spans, self.loss)
+            return self._make_plan(spans, counted, self._add_optimizer(counted.peak_bytes))
         stored_peak = self._add_optimizer(self.step.peak_bytes)
         if stored_peak > budget:
             return self._make_plan(*self._fit(budget), budget)
         atoms = self.step.atoms
-        counted = self._count(replace(Spans.keep_all(atoms), ends=[*self.step.walls, len(atoms)]))
+        stored = replace(Spans.keep_all(atoms), ends=[*self.step.walls, len(atoms)])
+        counted = count_step(self.captured, stored, self.loss)
         notes = [f"Everything is stored: the budget is above the {format_bytes(stored_peak)} that this takes."]
         nothing = Spans(atoms, (), frozenset(), frozenset())  # is recovered
         return self._make_plan(nothing, counted, budget, notes if self.base is self.step else [])
@@ -212,12 +212,6 @@ class _Planner:
         left = self.step.fixed_bytes + self.step.gradient_bytes[-1]
         return max(peak, left + self.optimizer.update) + self.optimizer.state
 
-    def _count(self, spans: Spans) -> CountedStep:
-        return count_step(self.captured, spans, self.loss)
-
-    def _find_peak(self, counted: CountedStep) -> int:
-        return self._add_optimizer(counted.peak_bytes)
-
     def _fit(self, budget: int) -> tuple[Spans, CountedStep]:
         """Return the spans with the least work whose counted peak is within the budget, and their step.
 
@@ -229,8 +223,8 @@ class _Planner:
         number = bisect_right(predicted, room) or 1
         while number:
             spans = self.front.make_spans(self.front.choose(predicted[number - 1]) or ())
-            counted = self._count(spans)
-            peak = self._find_peak(counted)
+            counted = count_step(self.captured, spans, self.loss)
+            peak = self._add_optimizer(counted.peak_bytes)
             if peak <= budget:
                 return spans, counted
             above.append(peak)
@@ -249,7 +243,7 @@ class _Planner:
     def _make_plan(
         self, spans: Spans, counted: CountedStep, budget: int, notes: Sequence[str] = ()
     ) -> tuple[ModulePlan, PlanDetails]:
-        peak, more_flops = self._find_peak(counted), self.step.total_flops - self.base.total_flops
+        peak, more_flops = self._add_optimizer(counted.peak_bytes), self.step.total_flops - self.base.total_flops
         stored_seconds = self.times.seconds if self.times is not None and self.base is self.step else None
         seconds = stored_seconds
         if self.times is not None and seconds is not None:

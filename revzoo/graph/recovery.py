@@ -7,11 +7,11 @@ References point one way: autograd's graph holds slots, a slot its span's record
 starts from. So everything is freed with autograd's graph, a span's tensors with the last of its slots.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from threading import RLock
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from revzoo.errors import RecoveryError
-from revzoo.graph.atoms import Atom
+from revzoo.graph.atoms import Atom, Calls
 from revzoo.graph.spans import Recipe
 from revzoo.runtime.compiling import exclude_from_compilation
 from revzoo.runtime.fingerprint import Fingerprint
@@ -30,12 +30,11 @@ from revzoo.runtime.round import Round
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tripwire import Watch, judge_arrived, send_comparisons
 
-Calls = Sequence[tuple[Node, Callable[[Mapping[Node, Any]], Any]]]
 Geometry = tuple[Sequence[int], Sequence[int], int | torch.SymInt]  # size, strides, offset in the storage
 _LARGEST_DIFFERENCE = 1e-2
 
 
-class Observer(Protocol):
+class Observer:
     """Hears what atoms do, for those who count it: begin and end, saved tensors that backward asks for, second runs."""
 
     def begin(self, atom: int) -> None: ...
@@ -144,7 +143,7 @@ class Shared:
     """
 
     atoms: Sequence[Atom]
-    calls: Sequence[Calls]
+    calls: Calls
     recipes: Mapping[int, Recipe]
     round: Round | None
     observer: Observer | None
@@ -275,7 +274,7 @@ class _Recovery:
         for node, call in self._shared.calls[i]:
             local[node] = call(local)
         for node in atom.makes:
-            env[node] = map_tensors(_cut, local[node])
+            env[node] = map_tensors(cut, local[node])
         del local
         for node in atom.makes:
             if node in self._sources:
@@ -304,7 +303,7 @@ class _Recovery:
                 self._shared.round.note_compared()
 
 
-def _cut(tensor: Tensor) -> Tensor:
+def cut(tensor: Tensor) -> Tensor:
     """Return a result as a leaf, so that the graph of the atom that has made it is freed."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 

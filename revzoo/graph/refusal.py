@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,9 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TorchRuntimeError
 from torch.fx import GraphModule
 
-from revzoo.analysis.dry_run import linear_loss
+from revzoo.analysis.dry_run import call, linear_loss
 from revzoo.analysis.fake_tensors import silence_failures
-from revzoo.errors import InputError, join_names
+from revzoo.errors import InputError
 from revzoo.format import format_dtype
 from revzoo.in_place.chain import get_step
 from revzoo.runtime.nested import tensors_in
@@ -29,20 +29,13 @@ def require_uncompiled(module: nn.Module) -> None:
             f"The blocks of {step.chain.path} were made reversible by reversible_: what is planned are their modes, with "
             "revzoo.plan(module, batch, budget). For a plan of its graph make it ordinary again: revzoo.ordinary_(module)."
         )
-    planned, compiled = list[str](), list[str]()
     for name, each in module.named_modules():
         if is_replaced(each):
-            planned.append(f"module.{name}" if name else "module")
-        elif each._compiled_call_impl is not None or isinstance(each, OptimizedModule):
-            compiled.append(name or "the module")
-    if planned:
-        calls = join_names([f"revzoo.release({each})" for each in planned], most=3)
-        raise InputError(f"{join_names(planned, most=3)} has a plan already. Call {calls} first.")
-    if compiled:
-        raise InputError(
-            f"What compiled code keeps cannot be counted. Received: compiled {join_names(compiled, most=3)}. Plan before "
-            "compiling."
-        )
+            path = f"module.{name}" if name else "module"
+            raise InputError(f"{path} has a plan already. Call revzoo.release({path}) first.")
+        if each._compiled_call_impl is not None or isinstance(each, OptimizedModule):
+            name = name or "the module"
+            raise InputError(f"What compiled code keeps cannot be counted. Received: compiled {name}. Plan before compiling.")
 
 
 def require_arguments(module: nn.Module, batch: Any) -> None:
@@ -54,10 +47,7 @@ def require_arguments(module: nn.Module, batch: Any) -> None:
     except (TypeError, ValueError):
         return
     try:
-        if isinstance(batch, Mapping):
-            signature.bind(**batch)
-        else:
-            signature.bind(*(batch if isinstance(batch, tuple | list) else (batch,)))
+        call(signature.bind, batch)
     except TypeError as error:
         raise InputError(
             f"The forward of {type(module).__name__} cannot be called with this batch: {error}. A batch is a tensor, a tuple "
@@ -86,16 +76,13 @@ def require_no_transforms(module: nn.Module, graph: GraphModule) -> None:
 
     Raised before the graph runs, since one that stops on its way leaves PyTorch inside the transform.
     """
-    names = (getattr(node.target, "__name__", "") for each in _list_graphs(graph) for node in each.graph.nodes)
+    graphs = (each for each in graph.modules() if isinstance(each, GraphModule))
+    names = (getattr(node.target, "__name__", "") for each in graphs for node in each.graph.nodes)
     if any(name.endswith("_increment_nesting") for name in names):
         raise InputError(
             f"The forward of {type(module).__name__} uses vmap, grad or another transform of torch.func, which cannot be "
             "planned. Plan a submodule that uses none."
         )
-
-
-def _list_graphs(graph: GraphModule) -> list[GraphModule]:
-    return [each for each in graph.modules() if isinstance(each, GraphModule)]
 
 
 def require_results(module: nn.Module, outputs: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from revzoo.graph.atoms import Atom, bind_inputs, prepare_call
+from revzoo.graph.atoms import Atom, bind_inputs, list_dead, prepare_calls
 from revzoo.graph.recovery import Kept, Observer, Shared, Slot, SpanRecord, read_geometry, unpack, unpack_and_tell
 from revzoo.graph.spans import Nest, Recipe, Spans, find_recipe
 from revzoo.runtime.compiling import exclude_from_compilation
@@ -48,16 +48,10 @@ class SpannedGraph:
         self.spans = spans
         self.observer, self.first = observer, first
         self.recipes: dict[int, Recipe] = {}  # by span, from the first call on
-        self.calls = [[(node, prepare_call(graph, node)) for node in atom.nodes] for atom in spans.atoms]
+        self.calls = prepare_calls(graph, spans.atoms)
         self.starts = self._list_starts()
         self._output = next(node for node in graph.graph.nodes if node.op == "output")
-        number = {node: i for i, atom in enumerate(spans.atoms) for node in atom.nodes}
-        self.dead_after: list[list[Node]] = [[] for _ in spans.atoms]  # results that no later atom uses
-        for node, i in number.items():
-            # Atoms may run in another order than calls stand in the graph.
-            last = max((number.get(user, len(spans.atoms)) for user in node.users), default=i)
-            if last < len(spans.atoms):
-                self.dead_after[last].append(node)
+        self.dead_after = list_dead(spans.atoms)
 
     def _list_starts(self) -> set[Node]:
         """Return the kept results that atoms read which may run again."""

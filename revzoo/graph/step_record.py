@@ -19,7 +19,7 @@ from torch.fx import Node
 from revzoo.analysis.flops import FlopCounterOfReplacedCalls
 from revzoo.graph.atoms import Atom, bind_inputs
 from revzoo.graph.capture import Capture, GraphCall, Loss
-from revzoo.graph.recovery import Slot
+from revzoo.graph.recovery import Observer, Slot
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Spans
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls, Storages
@@ -97,7 +97,7 @@ class Record:
         return frozenset(node for atom in self.atoms if not atom.is_repeatable for node in atom.makes if node not in stored)
 
 
-class _Recorder:
+class _Recorder(Observer):
     """Runs captured graphs with everything kept, and notes what happens when."""
 
     def __init__(self, captured: Capture, live: LiveBytesOfReplacedCalls, flops: FlopCounterOfReplacedCalls):
@@ -142,8 +142,6 @@ class _Recorder:
             self.saved.append((atom, storage, number, slot.is_small))
             self._numbers[id(slot)] = number
             finalize(slot, self._release, id(slot), number)
-
-    def recover(self, atom: int) -> None: ...
 
     def unpack(self, atom: int, slot: Slot) -> None:
         self.unpacked.setdefault(self._numbers[id(slot)], self.live.now())

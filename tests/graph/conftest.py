@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from revzoo.graph.atoms import Atom, split_into_atoms
@@ -60,10 +59,7 @@ class Captured:
             program.__init__(program.graph, self._cut(program.spans.atoms))  # type: ignore[misc]
 
     def _compile(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fakes = [mode.from_tensor(x.detach()) if isinstance(x, Tensor) else x for x in inputs]
-            atoms = split_into_atoms(graph, fakes)
-        program = SpannedGraph(graph, self._cut(atoms))
+        program = SpannedGraph(graph, self._cut(split_into_atoms(graph, inputs)))
         self.programs.append(program)
 
         def run(*given: Any) -> Any:

@@ -1,7 +1,6 @@
 """The picture and the table of a plan for any module show what they are given."""
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -9,7 +8,7 @@ from rich.console import Console
 from revzoo.display.style import LIGHT_GREY, LIGHT_ORANGE, MODE_COLORS
 from revzoo.graph import CallDetails, FrontPoint, ModulePlan, Phase, PlanDetails
 from revzoo.graph.figure import plot_module_plan
-from revzoo.graph.planned_call import GraphPlan
+from revzoo.graph.module_plan import GraphPlan
 from revzoo.graph.table import name_parts, tabulate_module_plan
 from revzoo.planning.setting import Setting
 
@@ -17,7 +16,7 @@ MIB = 1 << 20
 SETTING = Setting("Net_with_$_and_[brackets]", "0" * 64, "float32", "cpu", True, False, ("[4, 3, 8, 8] float32",))
 
 
-def make_plan(blocks: int, seconds: float | None = None) -> tuple[ModulePlan, PlanDetails]:
+def make_plan(blocks: int) -> tuple[ModulePlan, PlanDetails]:
     """Return a plan of a stem, blocks of a convolution and a norm, and a head; every block's norm runs again."""
     calls = [CallDetails("stem (conv2d)", 100, MIB, 0, 0), CallDetails("add", 0, 0, 0, 0)]
     for i in range(blocks):
@@ -32,7 +31,7 @@ def make_plan(blocks: int, seconds: float | None = None) -> tuple[ModulePlan, Pl
         if calls[i].num_reruns:
             phases.append(Phase("recovery", i, (i + 3) * MIB, 10))
         phases.append(Phase("backward", i, (i + 2) * MIB, 20))
-    front = tuple(FrontPoint(size * MIB, 400 - 20 * size, seconds and seconds / size) for size in (4, 8, 12))
+    front = tuple(FrontPoint(size * MIB, 400 - 20 * size, None) for size in (4, 8, 12))
     plan = ModulePlan(
         graphs=(GraphPlan("0" * 64, (("x",),) * count, (), (), (2, count), ("x",), ()),),
         schedules=(),
@@ -43,8 +42,6 @@ def make_plan(blocks: int, seconds: float | None = None) -> tuple[ModulePlan, Pl
         min_peak_bytes=4 * MIB,
         no_recompute_peak_bytes=2 * count * MIB,
         setting=SETTING,
-        seconds=seconds and 1.1 * seconds,
-        stored_seconds=seconds,
     )
     return plan, PlanDetails(tuple(calls), tuple(phases), front, MIB)
 
@@ -75,48 +72,11 @@ def test_a_step_is_drawn_as_it_is(blocks, figures, tmp_path):
     colors = [to_hex(patch.get_facecolor()) for patch in cells.patches]
     keep, rerun = MODE_COLORS["store"], MODE_COLORS["recompute"]
     assert colors == [keep, LIGHT_GREY, *[keep, rerun] * blocks, keep, *[rerun] * blocks]
-    words = [text.get_text() for text in memory.texts]
-    assert {f"budget: {plan.budget_bytes / MIB:.1f} MiB", "forward", "backward, with what runs again"} <= set(words)
-    assert any(text.startswith(f"peak: {plan.peak_bytes / MIB:.1f} MiB\n") for text in words)
     parts = ["stem", "blocks.0", "blocks.1", "head"] if blocks == 2 else ["blocks"]  # as fine as there is room for
     assert [text.get_text() for text in names.texts if text.get_text()] == [*parts, "the same parts, last one first"]
-    labels = [text.get_text() for text in figures[0].legends[0].get_texts()]
-    assert len(labels) == 3
+    assert len(figures[0].legends[0].get_texts()) == 3
     marked = [(line.get_xdata()[0], line.get_ydata()[0]) for line in front.lines if len(line.get_xdata()) == 1]
     assert marked == [(0, plan.no_recompute_peak_bytes), (5.0, plan.peak_bytes)]
-    assert front.get_xlabel() == "FLOPs over storing everything"
-    assert "5.00% more FLOPs" in figures[0].texts[1].get_text()
-
-
-@pytest.mark.parametrize("blocks", [2, 12, 70])
-def test_names_do_not_overlap(blocks, figures, tmp_path):
-    plot_module_plan(*make_plan(blocks), tmp_path / "plan.png")
-    figure = figures[0]
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    boxes = [text.get_window_extent(renderer) for text in figure.axes[2].texts if text.get_text()]
-    assert len(boxes) > 1
-    assert not [1 for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
-    assert figure.legends[0].get_window_extent(renderer).y1 <= min(box.y0 for box in boxes)
-
-
-def test_times_are_drawn_where_there_are_any(figures, tmp_path):
-    plan, details = make_plan(2, seconds=2.0)
-    plot_module_plan(plan, details, tmp_path / "plan.png")
-    front = figures[0].axes[-1]
-    marked = [line.get_xdata()[0] for line in front.lines if len(line.get_xdata()) == 1]
-    assert marked == [2.0, 2.2]
-    assert front.get_xlabel() == "time of a training step"
-    assert "5.00% more FLOPs, 10.0% more time (2.2 s)" in figures[0].texts[1].get_text()
-
-
-def test_phases_without_work_raise_the_peak_of_the_next(figures, tmp_path):
-    plan, details = make_plan(2)
-    view = Phase("forward", 1, 50 * MIB, 0)
-    details = PlanDetails(details.calls, (*details.phases[:1], view, *details.phases[2:]), details.front, MIB)
-    plot_module_plan(plan, details, tmp_path / "plan.png")
-    (*_, outline) = (patch for patch in figures[0].axes[0].patches if hasattr(patch, "get_data"))
-    assert max(outline.get_data().values) == 50 * MIB
-    assert len(outline.get_data().values) == len(details.phases) - 1
 
 
 @pytest.mark.parametrize(
@@ -152,7 +112,5 @@ def test_the_table_says_what_every_part_keeps():
         ["blocks.1", "1.0 MiB", "1.0 MiB", "1 of 2", ""],
         ["head", "1.0 MiB", "", "", ""],
     ]
-    assert "Backward needs 6.0 MiB of what forward makes. 4.0 MiB are kept. The rest is dropped after its last use" in printed
-    timed = [line.split("│") for line in print_table(*make_plan(2, seconds=2.0)).splitlines() if line.startswith("│")]
-    assert [row[-2].strip() for row in timed[:3]] == ["2.2 s", "2 s", ""]
+    assert "Backward needs 6.0 MiB of what forward makes. 4.0 MiB are kept." in printed
     assert len(print_table(*make_plan(40)).splitlines()) < 20

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from revzoo.graph.atoms import Atom, split_into_atoms
@@ -40,8 +39,7 @@ def _find_crossing(atoms: list[Atom], ends: list[int]) -> set[Any]:
 
 def _cut(graph: GraphModule, inputs: list[Tensor], length: int, count: int) -> Spans:
     """Return spans of a few atoms each, in nests of a few spans each."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        atoms = split_into_atoms(graph, [mode.from_tensor(each.detach()) for each in inputs])
+    atoms = split_into_atoms(graph, inputs)
     ends = [*range(length, len(atoms), length), len(atoms)]
     outer = [*ends[count - 1 : -1 : count], len(atoms)]
     kept, crossing = _find_crossing(atoms, outer), _find_crossing(atoms, ends)
