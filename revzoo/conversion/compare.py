@@ -16,7 +16,6 @@ from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import tensors_in
 
 _EXAMPLES = 8  # random ones, if no batch is given
-_POINTS = 400  # pairs of logits for the figure
 
 
 @torch.no_grad()
@@ -37,8 +36,6 @@ def compare(what: str, original: nn.Module, model: Model, batch: Any, note: str)
     ours, theirs = (x.double().flatten(0, -2) if x.dim() > 1 else x.double()[:, None] for x in (ours, theirs))
     if mask is not None and len(ours) == mask.numel():  # ignore padded positions
         ours, theirs = ours[mask.flatten().bool()], theirs[mask.flatten().bool()]
-    chosen = torch.linspace(0, ours.numel() - 1, min(_POINTS, ours.numel())).long()
-    pairs = zip(theirs.flatten()[chosen].tolist(), ours.flatten()[chosen].tolist(), strict=True)
     return Comparison(
         what=what,
         examples=len(inputs),
@@ -46,7 +43,6 @@ def compare(what: str, original: nn.Module, model: Model, batch: Any, note: str)
         cosine=float(torch.cosine_similarity(ours, theirs, dim=1).mean()),
         agreement=float((ours.argmax(1) == theirs.argmax(1)).double().mean()),
         note=note,
-        points=tuple(pairs),
     )
 
 

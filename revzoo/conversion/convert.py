@@ -29,7 +29,6 @@ from revzoo.conversion.original import Original, find_original
 from revzoo.conversion.report import Comparison, ConvertReport
 from revzoo.conversion.sources import find_source
 from revzoo.conversion.sources.base import Source
-from revzoo.display.figures.conversion import plot_conversion
 from revzoo.errors import ConversionError, InputError, RevzooError, UnknownNameError, join_names
 from revzoo.model.builder import build
 from revzoo.model.network import Model, check_num_outputs
@@ -75,7 +74,7 @@ def convert(
         m: coefficient of momentum in floating point, from 0 to below 1. With 0 the network is the original's function itself,
             which cannot be inverted.
         beta: the same for dual_residual.
-        out: folder to write, new or empty: spec.yaml, model.safetensors, report.json, report.txt, report.png.
+        out: folder to write, new or empty: spec.yaml, model.safetensors, report.json, report.txt.
         strict: refuse missing and extra tensors; if False, missing ones are initialised at random, and extra ones
             are dropped.
         num_outputs: number of classes of the head, of which what the file has not is initialised at random. A text encoder
@@ -321,7 +320,6 @@ def _write(folder: Path, model: Model, report: ConvertReport, unused: Mapping[st
                 write_tensors(writing / UNUSED_WEIGHTS, {key: tensor.contiguous() for key, tensor in unused.items()}, {})
             report.save(writing / "report.json")
             (writing / "report.txt").write_text(f"{report}\n", encoding="utf-8")
-            _draw(report, writing / "report.png")
             if folder.exists():
                 folder.rmdir()
             writing.rename(folder)
@@ -329,12 +327,3 @@ def _write(folder: Path, model: Model, report: ConvertReport, unused: Mapping[st
         raise InputError(
             f"{folder} cannot be written ({error}); nothing of it is left. Is the disk full? Make room or name another (--out)."
         ) from error
-
-
-def _draw(report: ConvertReport, path: Path) -> None:
-    title = f"{report.original} as a reversible network, {report.coupling['type']}"
-    plots = {}
-    for each in report.comparisons:
-        figures = f"cosine {each.cosine:.6f}, same answer {each.agreement:.1%}"
-        plots[f"{each.what.removeprefix('the original and ')}\n{figures}"] = each.points
-    plot_conversion(title, report.counts, plots, path)

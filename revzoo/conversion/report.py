@@ -50,7 +50,6 @@ class Comparison:
         cosine: cosine similarity of the logits, averaged over the examples.
         agreement: share of examples for which both networks have the same largest logit.
         note: what causes the difference.
-        points: some pairs of logits, of the original and of the converted network.
     """
 
     what: str
@@ -59,7 +58,6 @@ class Comparison:
     cosine: float
     agreement: float
     note: str
-    points: tuple[tuple[float, float], ...] = ()
 
     def __str__(self) -> str:
         return (

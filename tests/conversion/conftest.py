@@ -12,7 +12,6 @@ from torch import nn
 
 import revzoo
 from revzoo.analysis.chains import find_block_chains
-from revzoo.conversion import convert as convert_module
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.runtime import LiveBytes
 
@@ -131,12 +130,6 @@ def file(tmp_path):
     torch.manual_seed(0)
     save_file(timm.create_model("test_vit", num_classes=5).state_dict(), tmp_path / "w.safetensors")
     return tmp_path / "w.safetensors"
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Write an empty report.png: drawing takes most of the time of a small conversion."""
-    monkeypatch.setattr(convert_module, "plot_conversion", lambda title, counts, logits, path: path.touch())
 
 
 IDS = torch.arange(24).view(2, 12) % 20

@@ -20,8 +20,6 @@ from revzoo.runtime import ReversibleChain
 from revzoo.runtime.coupling import momentum
 from revzoo.training.evaluation import evaluate_checkpoint
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 
 def convert_model(*arguments, **options):
     report = revzoo.convert(*arguments, **options)
@@ -141,7 +139,7 @@ def test_the_folder_appears_complete_or_not_at_all(vit, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(convert_module, "plot_conversion", full)
+    monkeypatch.setattr(revzoo.ConvertReport, "save", full)
     with pytest.raises(InputError, match="rev cannot be written .*No space left on device.*; nothing of it is left"):
         revzoo.convert(vit, out=tmp_path / "rev")
     assert list(tmp_path.iterdir()) == []

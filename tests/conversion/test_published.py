@@ -273,7 +273,6 @@ def test_mmpretrains_network_keeps_its_function(tmp_path):
     assert not PySlowFast().recognises(weights)
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_an_exported_file_has_ones_for_the_class_tokens_position(tmp_path):
     weights = draw(mm_shapes())
     weights["backbone.pos_embed"][:, 0] = 1  # as in the published files
@@ -389,7 +388,6 @@ def mm_without_token():
     return newer | {"backbone.pos_embed": older["backbone.pos_embed"][:, 1:]}, older
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("prefix", ["", "backbone."])
 @torch.no_grad()
 def test_mmpretrains_layout_without_class_token(tmp_path, prefix):
@@ -411,7 +409,6 @@ def test_mmpretrains_layout_without_class_token(tmp_path, prefix):
 LARGER = {"name": "larger", "base": "rev_vit_digits", "input": {"size": [12, 12]}, "expect": {}}
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("kind", ["pyslowfast", "mmpretrain", "mmpretrain since 1.0.0rc7"])
 @torch.no_grad()
 def test_other_classes_are_kept_and_other_resolutions_said(tmp_path, kind):
@@ -443,7 +440,6 @@ def test_other_classes_are_kept_and_other_resolutions_said(tmp_path, kind):
     )
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_missing_tensors_of_a_published_network_are_said(tmp_path):
     weights = draw(slowfast_shapes(VIT, 2, 16))
     torch.save({key: tensor for key, tensor in weights.items() if not key.startswith("head.")}, tmp_path / "w.pth")

@@ -64,7 +64,6 @@ def test_every_ordinary_source_has_an_original_here():
     assert {source.name for source in SOURCES if not source.published} == set(ORIGINALS)
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_a_conversion_begins_as_the_original_and_comes_back(name, tmp_path, rebuilds_exactly):
     torch.manual_seed(0)
@@ -85,7 +84,6 @@ def test_a_conversion_begins_as_the_original_and_comes_back(name, tmp_path, rebu
     rebuilds_exactly(model, model.example_input(2))
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", ["BertForPreTraining", "RobertaForMaskedLM"])
 def test_the_exported_file_loads_as_it_is(name, tmp_path):
     """Tied tensors are in it under all of their keys, and what the converted network does not use is in it, too."""
@@ -108,7 +106,6 @@ def test_the_exported_file_loads_as_it_is(name, tmp_path):
     assert (other.get_output_embeddings().weight == 2).all()
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("original", "config", "result", "fresh"),
     [

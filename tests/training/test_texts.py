@@ -155,9 +155,8 @@ def test_fine_tuning_with_a_head_that_the_data_complete(tmp_path, tables, tokeni
 
 
 @pytest.fixture
-def encoder(tmp_path, monkeypatch):
+def encoder(tmp_path):
     """The folder of a converted text encoder without a head for classes."""
-    monkeypatch.setattr("revzoo.conversion.convert.plot_conversion", lambda title, counts, logits, path: path.touch())
     torch.manual_seed(0)
     sizes = {"vocab_size": 280, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     network = BertModel(BertConfig(**sizes, max_position_embeddings=48, pad_token_id=1)).eval()
