@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from revzoo.conversion.convert import convert
     from revzoo.conversion.export import export
     from revzoo.conversion.inplace_abn import inplace_abn_
-    from revzoo.conversion.preview import ReversiblePreview, preview_reversible
     from revzoo.conversion.report import ConvertReport
     from revzoo.conversion.reversible import ReversibleReport, ordinary_, reversible_
     from revzoo.data.transform import transform
@@ -41,7 +40,6 @@ _HOMES = {
     "PixelReport": "revzoo.analysis.report",
     "Plan": "revzoo.planning.plan",
     "Profile": "revzoo.planning.profiling.profile",
-    "ReversiblePreview": "revzoo.conversion.preview",
     "ReversibleReport": "revzoo.conversion.reversible",
     "Spec": "revzoo.spec",
     "VerifyReport": "revzoo.analysis.verify",
@@ -58,7 +56,6 @@ _HOMES = {
     "measure_numerics": "revzoo.analysis.numerics",
     "ordinary_": "revzoo.conversion.reversible",
     "plan": "revzoo.planning.planner",
-    "preview_reversible": "revzoo.conversion.preview",
     "profile": "revzoo.planning.profiling.profile",
     "reforward": "revzoo.planning.reforwarding.planner",
     "release": "revzoo.planning.reforwarding.module_plan",
@@ -77,7 +74,6 @@ __all__ = [
     "PixelReport",
     "Plan",
     "Profile",
-    "ReversiblePreview",
     "ReversibleReport",
     "Spec",
     "VerifyReport",
@@ -94,7 +90,6 @@ __all__ = [
     "measure_numerics",
     "ordinary_",
     "plan",
-    "preview_reversible",
     "profile",
     "reforward",
     "release",
