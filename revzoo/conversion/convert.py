@@ -139,12 +139,9 @@ def _check_coupling(coupling: CouplingName, kept_bits: int | None, sizes: Mappin
         raise UnknownNameError("coupling for pretrained networks", coupling, get_args(CouplingName))
     argument = B_ARGUMENTS.get(coupling)
     for name, size in sizes.items():
-        if size is not None and argument is None:
-            raise InputError(f"The coupling {coupling} has no {name}. Received: {name}={size!r}. Leave it out.")
         if size is not None and name != argument:
-            raise InputError(
-                f"The coupling {coupling} has no {name}. Received: {name}={size!r}. Use {argument}={size!r} instead."
-            )
+            remedy = "Leave it out" if argument is None else f"Use {argument}={size!r} instead"
+            raise InputError(f"The coupling {coupling} has no {name}. Received: {name}={size!r}. {remedy}.")
         if size is not None and (isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < 1):
             raise InputError(f"{name} is a number from 0 to below 1. Received: {size!r}.")
     if kept_bits is not None and (type(kept_bits) is not int or not 0 <= kept_bits <= MOST_KEPT_BITS):
