@@ -147,11 +147,6 @@ def _check_share(matching: int, count: int) -> None:
 
 
 def _check_values(tensors: Mapping[str, Tensor]) -> None:
-    if wrong := [key for key, t in tensors.items() if t.layout != torch.strided or t.is_meta or t.is_quantized]:
-        raise ConversionError(
-            f"Tensors that are sparse, quantized or without values cannot be converted. Received: {join_names(wrong)}. Save "
-            "them as ordinary tensors."
-        )
     if wrong := [key for key, t in tensors.items() if t.is_floating_point() and not torch.isfinite(t).all()]:
         raise ConversionError(
             f"Values that are not finite are in {join_names(wrong)}. Use a checkpoint from before they appeared."
