@@ -184,7 +184,7 @@ class _Trial:
                 attributes = self._read_attributes()
                 value = self._run_branches(branches, run, x)
             self._require_same_state(get_state(whole), get_state(value))
-            self._require_same_rest([*tensors_in(whole)], [*tensors_in(value)], "returns beside its state")
+            self._require_same_rest([*tensors_in(whole)], [*tensors_in(value)], "returns besides its state")
             self._require_same_rest(attributes, self._read_attributes(), "sets as an attribute")
         if unknown := [path for path in rest if all(path in branch.silent for branch in branches)]:
             raise ConversionError(

@@ -119,7 +119,7 @@ def test_one_shard_is_not_the_checkpoint(tmp_path):
     index = write_shards(tmp_path)
     refused(tmp_path / SHARDS[0], rf"is one of several shards\. Give their index, {re.escape(str(index))}, or the folder")
     index.unlink()
-    with pytest.raises(CheckpointError, match=r"These are shards without an index: put model.safetensors.index.json beside"):
+    with pytest.raises(CheckpointError, match=r"These are shards without an index: put model.safetensors.index.json next to"):
         read_weights(tmp_path)
 
 

@@ -38,7 +38,7 @@ def test_it_makes_no_difference_in_which_tar_an_example_is(tar_folder, image_fol
     digests = load(tar_folder).describe_examples()
     images = sorted((image_folder / "train").rglob("*.png"))
     files = {f"{image.parent.name}/{image.stem}.png": image.read_bytes() for image in images}
-    files |= {f"{image.parent.name}/{image.stem}.cls": image.parent.name.encode() for image in images}  # behind all images
+    files |= {f"{image.parent.name}/{image.stem}.cls": image.parent.name.encode() for image in images}  # after all images
     for path in tar_folder.glob("*train*"):
         path.unlink()
     write_tar(tar_folder / "train" / "all.tar", files)
@@ -120,7 +120,7 @@ def test_refusals_of_examples(tmp_path, write_tar, files, message, refused):
 def test_broken_tars_are_refused(tar_folder, damage, refused):
     tar = tar_folder / "animals-train-0001.tar"
     content = bytearray(tar.read_bytes())
-    second = content.index(b"cat/3.cls")  # behind an image
+    second = content.index(b"cat/3.cls")  # after an image
     match damage:
         case "cut in a file":
             content = content[: second - 512]
