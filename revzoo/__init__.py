@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from revzoo.conversion.convert import convert
     from revzoo.conversion.export import export
     from revzoo.conversion.inplace_abn import inplace_abn_
-    from revzoo.conversion.preview import ReversiblePreview, preview_reversible
     from revzoo.conversion.report import ConvertReport
     from revzoo.conversion.reversible import ReversibleReport, ordinary_, reversible_
     from revzoo.data.transform import transform
@@ -39,7 +38,6 @@ _HOMES = {
     "PixelReport": "revzoo.analysis.report",
     "Plan": "revzoo.planning.plan",
     "Profile": "revzoo.planning.profiling.profile",
-    "ReversiblePreview": "revzoo.conversion.preview",
     "ReversibleReport": "revzoo.conversion.reversible",
     "Spec": "revzoo.spec",
     "VerifyReport": "revzoo.analysis.verify",
@@ -56,7 +54,6 @@ _HOMES = {
     "measure_numerics": "revzoo.analysis.numerics",
     "ordinary_": "revzoo.conversion.reversible",
     "plan": "revzoo.any_plan",
-    "preview_reversible": "revzoo.conversion.preview",
     "profile": "revzoo.planning.profiling.profile",
     "reforward": "revzoo.graph",
     "release": "revzoo.graph",
@@ -75,7 +72,6 @@ __all__ = [
     "PixelReport",
     "Plan",
     "Profile",
-    "ReversiblePreview",
     "ReversibleReport",
     "Spec",
     "VerifyReport",
@@ -92,7 +88,6 @@ __all__ = [
     "measure_numerics",
     "ordinary_",
     "plan",
-    "preview_reversible",
     "profile",
     "reforward",
     "release",

@@ -1,7 +1,7 @@
 """What a file of weights says about the examples that its model takes: names of the classes, preprocessing, tokenizer.
 
 The facts are attributes of the model, `class_names` and `data_config`, and metadata of the safetensors file. A tokenizer is a
-file beside the weights.
+file next to the weights.
 """
 
 import json
@@ -63,7 +63,7 @@ def read_class_names(metadata: Mapping[str, str], file: Path) -> tuple[str, ...]
 def read_data_config(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
     """Return the preprocessing in the metadata of a file, and the tokenizer's file; empty where nothing says it.
 
-    A tokenizer beside the file goes before the one that the metadata name, which may be on another machine.
+    A tokenizer next to the file goes before the one that the metadata name, which may be on another machine.
 
     Raises:
         CheckpointError: it is damaged.

@@ -61,7 +61,7 @@ def _find_weights(folder: Path) -> Path:
     if len(candidates) == 1 and not _SHARD.search(candidates[0].name):
         return candidates[0]
     if any(_SHARD.search(path.name) for path in candidates):
-        advice = f"These are shards without an index: put model.safetensors{INDEX_SUFFIX} beside them"
+        advice = f"These are shards without an index: put model.safetensors{INDEX_SUFFIX} next to them"
     elif candidates:
         advice = "Name one of them"
     else:

@@ -61,7 +61,7 @@ def find_shipped_weights(name: str) -> Path:
 
 
 def find_folder_weights(source: str | Path) -> Path | None:
-    """Return the weights beside the spec of a folder: saved or converted ones, or the best of a run.
+    """Return the weights next to the spec of a folder: saved or converted ones, or the best of a run.
 
     None if the source is no folder. Of weights in several files it is their index.
 

@@ -34,7 +34,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """Write tensors to a safetensors file; if they are more than `shard_bytes`, to several, and an index that names them.
 
     For NAME.safetensors the files are NAME-00001-of-00003.safetensors and so on, the index NAME.safetensors.index.json. What
-    was written there before is replaced when everything new is written: until then, new files beside old ones have a b in
+    was written there before is replaced when everything new is written: until then, new files next to old ones have a b in
     their names. If tensors are divided over processes, all processes call this, and the first one writes.
 
     Args:
@@ -98,7 +98,7 @@ def _publish(path: Path, places: dict[str, str], total_size: int) -> None:
 
 
 def _choose_names(path: Path, count: int) -> list[str]:
-    """Return the names of so many files; of several, none that the present index names."""
+    """Return the names of this many files; of several, none that the present index names."""
     if count == 1:
         return [path.name]
     index = path.with_name(path.name + INDEX_SUFFIX)

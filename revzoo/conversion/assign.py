@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.conversion.mapping import TensorMapping
-from revzoo.conversion.original import Original, find_nearest_name
+from revzoo.conversion.original import Original
 from revzoo.conversion.report import Action, TensorRow
 from revzoo.conversion.sources.base import Source
 from revzoo.conversion.sources.tensors import Grid
@@ -147,11 +147,6 @@ def _check_share(matching: int, count: int) -> None:
 
 
 def _check_values(tensors: Mapping[str, Tensor]) -> None:
-    if wrong := [key for key, t in tensors.items() if t.layout != torch.strided or t.is_meta or t.is_quantized]:
-        raise ConversionError(
-            f"Tensors that are sparse, quantized or without values cannot be converted. Received: {join_names(wrong)}. Save "
-            "them as ordinary tensors."
-        )
     if wrong := [key for key, t in tensors.items() if t.is_floating_point() and not torch.isfinite(t).all()]:
         raise ConversionError(
             f"Values that are not finite are in {join_names(wrong)}. Use a checkpoint from before they appeared."
@@ -175,18 +170,15 @@ def _check_parameters(model: nn.Module, mappings: Sequence[TensorMapping], sourc
 def _make_error(
     original: Original, problems: Mapping[str, Sequence[str]], expected: set[str], head: set[str]
 ) -> ConversionError:
-    """Return the error that lists all problems, and the network that the tensors look like.
+    """Return the error that lists all problems.
 
     Args:
         expected: keys of all tensors that are needed.
         head: those of the head among them.
     """
     lines = [f"\n  {len(keys)} {what}: {join_names(list(keys), most=1000)}" for what, keys in problems.items() if keys]
-    wrong = sum(len(keys) for what, keys in problems.items() if what != "extra")
-    nearest = find_nearest_name(original.tensors) if wrong > len(expected) / 2 else ""
-    hint = f"\nThey look like those of {nearest!r}." if nearest else ""
     theirs, ours = _count_blocks(original.tensors), _count_blocks(expected)
-    hint += f"\nThe file has {theirs} blocks in a row, the network {ours}." if theirs != ours else ""
+    hint = f"\nThe file has {theirs} blocks in a row, the network {ours}." if theirs != ours else ""
     advice = "" if problems.get("of another shape or kind") else "\nGo on all the same with strict=False (--no-strict)."
     if problems.get("missing") and head >= set(problems["missing"]):
         advice = "\nThe head is missing: make a new one for N classes with num_outputs=N (--outputs N)." + advice

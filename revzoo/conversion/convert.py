@@ -41,7 +41,7 @@ from revzoo.spec.schema import ImageInput, Spec, TextInput
 _ROUNDING = 1e-4  # largest relative difference of logits that the order of sums may explain; 1e-6 is usual
 _UNLIKE = (
     "MORE than the order of sums explains: the original does something that the converted network does not, such as hooks, a "
-    "changed forward, or padding in front of texts."
+    "changed forward, or padding before texts."
 )
 _SAME_COSINE, _NEAR_COSINE = 0.9999, 0.9  # of the logits
 _SAME_ANSWERS = 0.995
@@ -139,12 +139,9 @@ def _check_coupling(coupling: CouplingName, kept_bits: int | None, sizes: Mappin
         raise UnknownNameError("coupling for pretrained networks", coupling, get_args(CouplingName))
     argument = B_ARGUMENTS.get(coupling)
     for name, size in sizes.items():
-        if size is not None and argument is None:
-            raise InputError(f"The coupling {coupling} has no {name}. Received: {name}={size!r}. Leave it out.")
         if size is not None and name != argument:
-            raise InputError(
-                f"The coupling {coupling} has no {name}. Received: {name}={size!r}. Use {argument}={size!r} instead."
-            )
+            remedy = "Leave it out" if argument is None else f"Use {argument}={size!r} instead"
+            raise InputError(f"The coupling {coupling} has no {name}. Received: {name}={size!r}. {remedy}.")
         if size is not None and (isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < 1):
             raise InputError(f"{name} is a number from 0 to below 1. Received: {size!r}.")
     if kept_bits is not None and (type(kept_bits) is not int or not 0 <= kept_bits <= MOST_KEPT_BITS):
@@ -185,7 +182,7 @@ def _read_original(
 def _attach_head(
     model: Model, from_file: Original, original: Original, source_family: Source, choice: CouplingChoice, num_outputs: int
 ) -> tuple[Model, Assignment]:
-    """Return the converted network with a classifier of so many outputs, and where every tensor of the file went now.
+    """Return the converted network with a classifier of this many outputs, and where every tensor of the file went now.
 
     Args:
         model: the network with the original's own head, which is compared with the original.
@@ -214,7 +211,7 @@ def _read_data_config(description: Any, spec: Spec) -> dict[str, Any]:
 
 
 def _find_tokenizer(source: str | Path | nn.Module, spec: Spec) -> dict[str, Any]:
-    """Return the tokenizer beside the weights of a model for texts, if there is one in Hugging Face's format."""
+    """Return the tokenizer next to the weights of a model for texts, if there is one in Hugging Face's format."""
     if isinstance(source, nn.Module) or not isinstance(spec.input, TextInput):
         return {}
     file = Path(source, TOKENIZER)
@@ -310,7 +307,7 @@ def _check_folder(out: str | Path) -> Path:
 
 
 def _write(folder: Path, model: Model, report: ConvertReport, unused: Mapping[str, Tensor]) -> None:
-    """Write everything into a temporary folder beside `folder`, and rename it when it is complete."""
+    """Write everything into a temporary folder next to `folder`, and rename it when it is complete."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:

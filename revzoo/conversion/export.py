@@ -59,8 +59,6 @@ def export(folder: str | Path, out: str | Path, weights: str | Path | None = Non
 def _read_rows(report: Path) -> list[TensorRow]:
     """Return the rows of a report.json."""
     rows = json.loads(report.read_text(encoding="utf-8"))["rows"]
-    if any("source_shapes" in row for row in rows):  # from before they were renamed
-        raise ConversionError(f"{report} was written by an older version of revzoo and cannot be read. Convert again.")
     return [TensorRow(**{key: _to_tuples(value) for key, value in row.items()}) for row in rows]
 
 

@@ -214,7 +214,7 @@ def _watch_gradients(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(z, "is_passed_by", False) and (func in _OBSERVERS or func is torch.autograd.grad):
                 raise RecoveryError(
-                    "The gradient of the output of a BatchNorm was asked for after the activation behind it: an in-place ABN "
+                    "The gradient of the output of a BatchNorm was asked for after the activation after it: an in-place ABN "
                     "does not compute it. Call z.retain_grad() or z.register_hook() before the activation; then z is ordinary."
                 )
             z.origin = None

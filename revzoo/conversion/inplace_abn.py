@@ -139,8 +139,8 @@ def inplace_abn_(model: nn.Module, batch: Any = None, *, relu_slope: float | Non
         except BaseException:
             _restore(norms.values(), relus.values())
             raise
-    folded = tuple(nodes[norm].describe(name, norm) for name, norm in norms.items() if norm in nodes)
-    ordinary = {name: norm for name, norm in norms.items() if norm not in nodes}
+    folded = tuple(nodes[name] for name in norms if name in nodes)
+    ordinary = {name: norm for name, norm in norms.items() if name not in nodes}
     left |= {name: trial.explain(norm, relu_slope) for name, norm in ordinary.items()}
     _restore(ordinary.values(), () if folded else relus.values())
     if not folded:
@@ -197,20 +197,6 @@ def _in_training(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Node:
-    """What the graph of a forward knows of a folded BatchNorm."""
-
-    activation: str
-    adds_shortcut: bool
-    weak_channels: int
-
-    def describe(self, name: str, norm: nn.Module) -> FoldedNorm:
-        """Return it for the report."""
-        channels = cast(nn.BatchNorm2d, norm).num_features
-        return FoldedNorm(name, self.activation, self.adds_shortcut, channels, self.weak_channels)
-
-
-@dataclass(frozen=True)
 class _Trial:
     """What a forward with foldable BatchNorms has shown.
 
@@ -233,15 +219,15 @@ class _Trial:
         return "what follows cannot be undone, or keeps nothing"
 
 
-def _run(model: nn.Module, batch: Any, backward: bool = False) -> tuple[list[Tensor], int, dict[nn.Module, _Node]]:
-    """Return the outputs in training mode, the bytes kept for backward, and the folded BatchNorms."""
+def _run(model: nn.Module, batch: Any, backward: bool = False) -> tuple[list[Tensor], int, dict[str, FoldedNorm]]:
+    """Return the outputs in training mode, the bytes kept for backward, and the folded BatchNorms by name."""
     with isolated(model, batch) as inputs:
         live = LiveBytes()
         known = live.watch([*model.parameters(), *model.buffers(), *tensors_in(inputs)])
         with live:
             outputs = call(model, inputs)
             kept_bytes = live.alive(without=known, at=live.now())
-        nodes = _find_nodes(select_differentiable(outputs))
+        nodes = _find_folded(model, select_differentiable(outputs))
         if backward:
             _run_backward(outputs)
         return [y.detach() for y in tensors_in(outputs)], kept_bytes, nodes
@@ -259,20 +245,20 @@ def _run_backward(outputs: Any) -> None:
         ) from error
 
 
-def _find_nodes(outputs: list[Tensor]) -> dict[nn.Module, _Node]:
+def _find_folded(model: nn.Module, outputs: list[Tensor]) -> dict[str, FoldedNorm]:
     """Return the BatchNorms that were folded, from the graph of the outputs."""
-    nodes: dict[nn.Module, _Node] = {}
-    waiting: list[Any] = [y.grad_fn for y in outputs]
-    seen = set()
+    names = {module: name for name, module in model.named_modules()}
+    folded, seen, waiting = dict[str, FoldedNorm](), set[Any](), [y.grad_fn for y in outputs]
     while waiting:
-        node = waiting.pop()
+        node: Any = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
         if type(node).__name__ == f"{InPlaceABNFunction.__name__}Backward":
-            nodes[node.layer] = _Node(node.activation.name, node.adds_shortcut, node.weak_channels)
-    return nodes
+            name, channels = names[node.layer], node.layer.num_features
+            folded[name] = FoldedNorm(name, node.activation.name, node.adds_shortcut, channels, node.weak_channels)
+    return folded
 
 
 def _try(model: nn.Module, batch: Any, norms: Iterable[nn.Module]) -> _Trial:

@@ -21,7 +21,7 @@ def export_onnx(model: Model, file: Path) -> float:
     """Write a model as an ONNX file for batches of any size; return how far its outputs are off, relative to the largest.
 
     Names of classes and preprocessing are in the file's metadata. Texts are padded to the model's length. Weights of more than
-    1.5 GB are in another file beside it.
+    1.5 GB are in another file next to it.
 
     Args:
         model: in eval mode, on the CPU.

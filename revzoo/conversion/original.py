@@ -165,25 +165,3 @@ def _load(network: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     fitting = {key: tensor for key, tensor in tensors.items() if key in own and own[key].shape == tensor.shape}
     network.load_state_dict(fitting, strict=False)
     return network.eval()
-
-
-_COMMON = (  # networks that are compared with tensors that do not match
-    *(f"vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")),
-    *(f"vit_{size}_patch32_224" for size in ("small", "base")),
-    *(f"deit_{size}_patch16_224" for size in ("tiny", "small", "base")),
-    *(f"swin_{size}_patch4_window7_224" for size in ("tiny", "small", "base", "large")),
-    *(f"mvitv2_{size}" for size in ("tiny", "small", "base", "large")),
-    *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)),
-)
-
-
-def find_nearest_name(tensors: Mapping[str, Tensor]) -> str:
-    """Return the common timm network that has most of these tensors by key and shape, or "" if none has more than half."""
-    scores = {}
-    for name in _COMMON:
-        with torch.device("meta"):
-            own = timm.create_model(name).state_dict()
-        fitting = sum(key in own and own[key].shape == tensor.shape for key, tensor in tensors.items())
-        scores[name] = fitting / max(len(own), len(tensors))
-    best = max(scores, key=lambda name: scores[name])
-    return best if scores[best] > 0.5 else ""

@@ -91,7 +91,7 @@ class ReversibleReport:
         if self.restarts:
             lines.append(
                 f"{len(self.restarts)} of {sum(chain.length for chain in self.chains)} blocks begin a chain of their own, with "
-                f"two more states: {join_names(self.restarts, most=3)}. The network's code changes the state in front of them. "
+                f"two more states: {join_names(self.restarts, most=3)}. The network's code changes the state before them. "
                 "Move that code into the forward of the blocks, or make lists reversible that it does not reach into."
             )
         if self.left:

@@ -31,21 +31,15 @@ class Similarity:
     Args:
         cosine: of the outputs, the mean over rows (tokens or examples).
         least_cosine: the smallest.
-        agreement: share of the examples whose nearest neighbour in the batch is the same one; None for fewer than 3.
         examples: number of examples.
     """
 
     cosine: float
     least_cosine: float
-    agreement: float | None
     examples: int
 
     def __str__(self) -> str:
-        neighbour = "" if self.agreement is None else f", the same nearest neighbour for {self.agreement:.1%}"
-        return (
-            f"outputs before and after, {self.examples} examples: cosine {self.cosine:.6f}, at least {self.least_cosine:.6f}"
-            f"{neighbour}"
-        )
+        return f"outputs before and after, {self.examples} examples: cosine {self.cosine:.6f}, at least {self.least_cosine:.6f}"
 
 
 @dataclass(frozen=True)
@@ -177,19 +171,7 @@ def measure_similarity(before: Tensor, after: Tensor, batch: Any) -> Similarity:
     mask = torch.ones(before.shape[:-1]) if mask is None or mask.shape != before.shape[:-1] else mask
     counts = mask.to(before.device).bool()
     cosines = torch.cosine_similarity(before[counts], after[counts], dim=-1)
-    agreement = None
-    if len(before) > 2:
-        weights = counts[..., None]
-        pooled = [(x * weights).flatten(1, -2).sum(1) if x.dim() > 2 else x for x in (before, after)]
-        neighbours = [_find_neighbours(x) for x in pooled]
-        agreement = float((neighbours[0] == neighbours[1]).double().mean())
-    return Similarity(float(cosines.mean()), float(cosines.min()), agreement, len(before))
-
-
-def _find_neighbours(x: Tensor) -> Tensor:
-    """Return the place of the nearest neighbour of every row, by cosine."""
-    x = torch.nn.functional.normalize(x.double(), dim=-1)
-    return (x @ x.T).fill_diagonal_(-2.0).argmax(1)
+    return Similarity(float(cosines.mean()), float(cosines.min()), len(before))
 
 
 @contextmanager

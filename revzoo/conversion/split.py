@@ -183,8 +183,8 @@ class _Trial:
                     whole = run(x)
                 attributes = self._read_attributes()
                 value = self._run_branches(branches, run, x)
-            self._require_same_state(get_state(whole), get_state(value), run, x, returns)
-            self._require_same_rest([*tensors_in(whole)], [*tensors_in(value)], "returns beside its state")
+            self._require_same_state(get_state(whole), get_state(value))
+            self._require_same_rest([*tensors_in(whole)], [*tensors_in(value)], "returns besides its state")
             self._require_same_rest(attributes, self._read_attributes(), "sets as an attribute")
         if unknown := [path for path in rest if all(path in branch.silent for branch in branches)]:
             raise ConversionError(
@@ -207,25 +207,16 @@ class _Trial:
         values = (each for module in self._block.modules() for each in vars(module).values())
         return [t for each in values if isinstance(each, Tensor | tuple | list) for t in tensors_in(each)]
 
-    def _require_same_state(
-        self, whole: Tensor, split: Tensor, run: Callable[[Tensor], Any], x: Tensor, returns: Mapping[str, Any]
-    ) -> None:
+    def _require_same_state(self, whole: Tensor, split: Tensor) -> None:
         difference = float((split - whole).double().norm() / whole.double().norm())
-        if difference <= _SPACINGS * torch.finfo(whole.dtype).eps:
-            return
-        first, second = self._parts
-        with silence(self._block, Branch((), {path: returns.get(path) for path in (*first, *second)}), self._name, x.dtype):
-            alone = get_state(run(x))
-        reason = (
-            "returns its state, so they run side by side (as in GPT-J) or in another order"
-            if _is_alike(alone, x)
-            else "does not return its state: there is a norm behind a sum (as in BERT), a branch adds the state itself "
-            "(BLOOM), or something else is added"
-        )
-        raise ConversionError(
-            f"{self._name} cannot be two steps, {join_names(first)} added to the state, then {join_names(second)}: this "
-            f"returns something else than the block, by {difference:.1e} of its size. Without both the block {reason}. {_USUAL}"
-        )
+        if difference > _SPACINGS * torch.finfo(whole.dtype).eps:
+            first, second = self._parts
+            raise ConversionError(
+                f"{self._name} cannot be two steps, {join_names(first)} added to the state, then {join_names(second)}: this "
+                f"returns something else than the block, by {difference:.1e} of its size. Either the two run side by side (as "
+                "in GPT-J) or in another order, or there is a norm after a sum (as in BERT), or a branch adds the state itself "
+                f"(BLOOM), or something else is added. {_USUAL}"
+            )
 
     def _require_same_rest(self, whole: Sequence[Tensor], split: Sequence[Tensor], what: str) -> None:
         if len(whole) != len(split) or not all(map(_is_alike, whole, split)):

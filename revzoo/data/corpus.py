@@ -49,7 +49,7 @@ class Texts:
 
 
 def read_standard_text() -> str:
-    """Return the language reference behind Python's `help`: about 400 kB, slightly different in each Python version."""
+    """Return the language reference that Python's `help` shows: about 400 kB, slightly different in each Python version."""
     return "\n\n".join(paragraph for _, paragraph in _read_paragraphs())
 
 

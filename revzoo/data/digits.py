@@ -19,7 +19,7 @@ _WHITE = 16  # the largest value of a pixel
 
 
 class Digits(Examples):
-    """Digits shifted by up to `shift` pixels in each direction, anew in every epoch; returned a whole batch at a time.
+    """Digits shifted by up to `shift` pixels in each direction, differently in every epoch; returned a whole batch at a time.
 
     Shapes: images (n, 1, 8, 8), labels (n,).
     """

@@ -6,7 +6,6 @@ folders for classes, and drops files without a word.
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -101,7 +100,7 @@ def open_folders(root: Path, mode: str, *, require_imagenet: bool) -> ImageSplit
             f"{train.path} should hold ImageNet's 1000 class folders. Received: {len(names)}. For other images use "
             "data.name=folder."
         )
-    notes = [*train.describe_skipped(), *_describe_lookalikes(train)]
+    notes = train.describe_skipped()
     if folders[1] is None:
         train, validation = train.split()
         if not validation.files:
@@ -131,69 +130,66 @@ def find_classes(folder: Path) -> ClassFolders:
         DataError: a link leads nowhere, there is no class, an image is in no class, or a class has no image.
         OSError: a folder cannot be read.
     """
-    suffixes, skipped = set(list_suffixes()), Counter[str]()
-    files: dict[str, list[Path]] = {}
-    for entry in _list(folder, skipped):
-        if _is_folder(entry):
-            if entry.name != entry.name.encode(errors="ignore").decode():  # it is written to files, and printed
-                raise DataError(f"The name of the class folder {entry.path!a} is not UTF-8. Rename it.")
-            files[entry.name] = list(_walk(Path(entry.path), {_identify(folder)}, suffixes, skipped))
-        elif entry.is_symlink() and not os.path.exists(entry.path):  # without it the labels of other classes would shift
-            raise DataError(f"{entry.path} is a link to {os.readlink(entry.path)}, which does not exist. Mend or remove it.")
-        elif _is_image(entry, suffixes, skipped):
+    skipped, files = Counter[str](), dict[str, list[Path]]()
+    for path in sorted(folder.iterdir(), key=lambda path: natural_key(path.name)):
+        if _is_hidden(path.name):
+            skipped["hidden"] += 1
+        elif path.is_dir():
+            if path.name != path.name.encode(errors="ignore").decode():  # it is written to files, and printed
+                raise DataError(f"The name of the class folder {str(path)!a} is not UTF-8. Rename it.")
+            files[path.name] = list_images(path, skipped, without=folder)
+        elif path.is_symlink() and not path.exists():  # without it the labels of other classes would shift
+            raise DataError(f"{path} is a link to {os.readlink(path)}, which does not exist. Mend or remove it.")
+        elif _is_image(path, skipped):
             raise DataError(f"There are images directly in {folder}, outside of any class folder. Move or remove them.")
     if not files:
         raise DataError(f"{folder} has no classes: looked for one folder of images per class.")
     if empty := [name for name, paths in files.items() if not paths]:
         raise DataError(
             f"Class folders in {folder} without images in them: {join_names(empty)}. Fill or remove them. Images end with "
-            f"{', '.join(sorted(suffixes))}."
+            f"{', '.join(list_suffixes())}."
         )
     return ClassFolders(folder, files, skipped)
 
 
-def list_images(folder: Path) -> list[Path]:
-    """Return the images of a folder and of those in it, in natural order; which files are images, `find_classes` says."""
-    return list(_walk(folder, set(), set(list_suffixes()), Counter()))
+def list_images(folder: Path, skipped: Counter[str] | None = None, without: Path | None = None) -> list[Path]:
+    """Return the images of a folder and of those in it, in natural order; which files are images, `find_classes` says.
+
+    Args:
+        folder: the folder.
+        skipped: gets the numbers of other files.
+        without: a folder that links in it may lead to, and that is not read.
+    """
+    skipped = Counter[str]() if skipped is None else skipped
+    images, seen = list[Path](), {os.path.realpath(each) for each in (folder, without) if each is not None}
+
+    def fail(error: OSError) -> None:
+        raise error  # os.walk would leave the folder out
+
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        if hidden := sum(map(_is_hidden, (*folders, *names))):
+            skipped["hidden"] += hidden
+        shown = sorted((name for name in folders if not _is_hidden(name)), reverse=True)
+        targets = {os.path.realpath(os.path.join(place, name)): name for name in shown}  # of several links the first stays
+        folders[:] = sorted(name for target, name in targets.items() if target not in seen)
+        seen |= targets.keys()
+        images += [path for name in names if not _is_hidden(name) and _is_image(path := Path(place, name), skipped)]
+    return sorted(images, key=lambda path: [natural_key(part) for part in path.relative_to(folder).parts])
 
 
-def _list(folder: Path, skipped: Counter[str]) -> list["os.DirEntry[str]"]:
-    """Return what is in a folder and not hidden, in natural order."""
-    with os.scandir(folder) as scanned:
-        entries = sorted(scanned, key=lambda entry: natural_key(entry.name))
-    if hidden := sum(entry.name.startswith(".") for entry in entries):
-        skipped["hidden"] += hidden
-    return [entry for entry in entries if not entry.name.startswith(".")]
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
 
 
-def _walk(folder: Path, visited: set[tuple[int, int]], suffixes: set[str], skipped: Counter[str]) -> Iterator[Path]:
-    """Yield the images of a folder and of those in it, each of which is visited once."""
-    if (identity := _identify(folder)) in visited:
-        return
-    visited.add(identity)
-    for entry in _list(folder, skipped):
-        if _is_folder(entry):
-            yield from _walk(Path(entry.path), visited, suffixes, skipped)
-        elif _is_image(entry, suffixes, skipped):
-            yield Path(entry.path)
-
-
-def _identify(folder: Path) -> tuple[int, int]:
-    status = folder.stat()
-    return status.st_dev, status.st_ino
-
-
-def _is_folder(entry: "os.DirEntry[str]") -> bool:
-    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()  # a link to itself is none, and no error
-
-
-def _is_image(entry: "os.DirEntry[str]", suffixes: set[str], skipped: Counter[str]) -> bool:
+def _is_image(path: Path, skipped: Counter[str]) -> bool:
     """Return whether a file is an example; count it as skipped if not. A link to nowhere is one, which reading it names."""
-    suffix = Path(entry.name).suffix.lower()
-    is_special = os.path.exists(entry.path) and not entry.is_file()  # a pipe would be waited for
-    if suffix in suffixes and not is_special:
+    suffix = path.suffix.lower()
+    if suffix not in list_suffixes():
+        skipped[suffix or "without suffix"] += 1
+        return False
+    if path.is_file() or not path.exists():
         return True
-    skipped["not a regular file" if suffix in suffixes else suffix or "without suffix"] += 1
+    skipped["not a regular file"] += 1  # a pipe would be waited for
     return False
 
 
@@ -201,19 +197,6 @@ def _find_split(root: Path, split: str) -> Path | None:
     """Return the folder of a split, whose name may have capitals: Train."""
     folders = {path.name.lower(): path for path in sorted(root.iterdir()) if path.is_dir()}  # train goes before Train
     return next((folders[name] for name in SPLITS[split] if name in folders), None)
-
-
-def _describe_lookalikes(folders: ClassFolders) -> list[str]:
-    """Return a line if the classes look like splits: each of them holds folders alone, of the same names."""
-    if any(files[0].parent == folders.path / name for name, files in folders.files.items()):
-        return []  # before every file of a large data set is looked at
-    inside = [{file.relative_to(folders.path / name).parts[0] for file in files} for name, files in folders.files.items()]
-    if len(inside[0]) < 2 or any(names != inside[0] for names in inside):
-        return []
-    return [
-        f"the classes are {join_names(list(folders.files), most=4)}, and each holds the folders "
-        f"{join_names(sorted(inside[0]), most=4)}. If they are splits, call them train and val; if not, all is well"
-    ]
 
 
 def _explain_missing(root: Path, split: str) -> DataError:

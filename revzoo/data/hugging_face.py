@@ -47,14 +47,12 @@ class DatasetImages(StoredImages):
 
     def list_contents(self) -> Iterator[bytes]:
         """Yield the name within the folder, number of bytes and label of each image; the bytes themselves are not read."""
-        from pyarrow import compute
-
         labels = iter(self.labels)
         batches = self.rows.with_format("arrow").iter(_BATCH)
         for images in chain.from_iterable(batch[self.column].chunks for batch in batches):
-            sizes = compute.binary_length(images.field("bytes"))  # from their offsets alone
-            for name, size in zip(images.field("path").to_pylist(), sizes.to_pylist(), strict=True):
-                yield f"{str(name or '').removeprefix(f'{self.root}/')} {size or 0} {next(labels)}".encode()
+            for name, content in zip(images.field("path").to_pylist(), images.field("bytes"), strict=True):
+                size = content.as_buffer().size if content.is_valid else 0  # nothing is copied
+                yield f"{str(name or '').removeprefix(f'{self.root}/')} {size} {next(labels)}".encode()
 
 
 def open_dataset(root: Path, options: ImageOptions, mode: str) -> ImageSplits:

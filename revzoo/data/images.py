@@ -25,8 +25,6 @@ from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput
 
 _INTERPOLATION = "bicubic"  # where nothing says which
-_MUCH = 4  # a side of an image that is so many times longer or shorter than the model's is worth a remark
-_LARGE = 224  # pixels a side: models take no more of larger images
 _CIFAR_SITE = "Unpack the archive of the Python version from https://www.cs.toronto.edu/~kriz/cifar.html there"
 _MNIST_CALL = "Let torchvision download it there (torchvision.datasets.{}(root, download=True))"
 
@@ -38,14 +36,12 @@ class _Published(NamedTuple):
         folder: where its files are, within its root.
         how: how to get it.
         mean, std: of its pixels, by channel.
-        side: of an image [pixels].
     """
 
     folder: str
     how: str
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    side: int
 
     @property
     def is_grey(self) -> bool:
@@ -53,10 +49,10 @@ class _Published(NamedTuple):
 
 
 _PUBLISHED = {
-    "cifar10": _Published("cifar-10-batches-py", _CIFAR_SITE, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616), 32),
-    "cifar100": _Published("cifar-100-python", _CIFAR_SITE, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), 32),
-    "mnist": _Published("MNIST/raw", _MNIST_CALL.format("MNIST"), (0.1307,), (0.3081,), 28),
-    "fashion_mnist": _Published("FashionMNIST/raw", _MNIST_CALL.format("FashionMNIST"), (0.2860,), (0.3530,), 28),
+    "cifar10": _Published("cifar-10-batches-py", _CIFAR_SITE, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
+    "cifar100": _Published("cifar-100-python", _CIFAR_SITE, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "mnist": _Published("MNIST/raw", _MNIST_CALL.format("MNIST"), (0.1307,), (0.3081,)),
+    "fashion_mnist": _Published("FashionMNIST/raw", _MNIST_CALL.format("FashionMNIST"), (0.2860,), (0.3530,)),
 }
 
 
@@ -116,10 +112,8 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
     root, published = Path(options.root or ""), _PUBLISHED.get(options.name)
     if published is None:
         splits = _open_splits(options, root, "L" if input.channels == 1 else "RGB")
-        shapes = splits.train.read_shapes()
     else:
         splits = _open_published(options.name, root, input)
-        shapes = [(published.side, published.side, not published.is_grey)]
     mean, std = _choose_statistics(options.augment, input, published)
     if (options.augment.cutout or 0) >= min(input.size):  # timm would erase nothing
         height, width = input.size
@@ -134,10 +128,9 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
     if published is not None and published.is_grey and input.channels == 3:
         train, test = (transforms.Compose([transforms.Grayscale(3), each]) for each in (train, test))
     splits.train.transform, splits.test.transform = train, test
-    notes = [*splits.notes, *_describe_misfit(shapes, input)]
     names = splits.class_names
     validation = Images(splits.test, names, seed, data_config=config, is_held_out=splits.is_held_out)
-    return Images(splits.train, names, seed, notes), validation
+    return Images(splits.train, names, seed, splits.notes), validation
 
 
 def _choose_statistics(
@@ -175,30 +168,6 @@ def _choose_preprocessing(
         "mean": mean,
         "std": std,
     }
-
-
-def _describe_misfit(shapes: Sequence[tuple[int, int, bool]], input: ImageInput) -> list[str]:
-    """Return a line if a model takes images of another kind than those of the data, so that much of them would be lost.
-
-    Args:
-        shapes: height, width and whether there are colours, of some of the images.
-        input: what the model takes.
-    """
-    if not shapes:
-        return []
-    side = sorted(min(height, width) for height, width, _ in shapes)[len(shapes) // 2]
-    in_colour, taken = any(coloured for *_, coloured in shapes), min(input.size)
-    fitting = ["input.channels=3"] if in_colour and input.channels == 1 else []
-    if (side >= _MUCH * taken and taken < _LARGE) or taken >= _MUCH * side:
-        best = min(side // 32 * 32 or side, _LARGE)
-        fitting.append(f"input.size=[{best},{best}]")
-    if not fitting:
-        return []
-    return [
-        f"images of about {side} pixels a side{' in colour' * in_colour}, and the model takes {input.size[0]}x{input.size[1]} "
-        f"pixels{' in grey' * (input.channels == 1)}. Another model (revzoo list), or "
-        f"model.overrides=[{','.join(fitting)}], fits them better"
-    ]
 
 
 def _make_train_transform(

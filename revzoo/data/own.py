@@ -2,7 +2,6 @@
 
 import json
 import operator
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +29,7 @@ class OwnExamples(Examples):
         seed: determines the random choices.
 
     Raises:
-        DataError: `targets` or `data_config` are not what they should be.
+        DataError: `targets` are not what they should be.
     """
 
     def __init__(self, source: Any, name: str, class_names: list[str] | None, input: Input, seed: int):
@@ -38,7 +37,9 @@ class OwnExamples(Examples):
         of_texts = "tokens" if class_names is None else "texts"
         self.label_noun = "images" if isinstance(input, ImageInput) else of_texts
         self.labels = None if class_names is None else _read_labels(name, source, len(class_names))
-        self.data_config: dict[str, Any] = _read_config(name, source)
+        # Saved as JSON, in which arrays are lists.
+        config = json.loads(json.dumps(dict(getattr(source, "data_config", {})), default=lambda value: value.tolist()))
+        self.data_config = {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
         self._input = input
 
     def __len__(self) -> int:
@@ -56,10 +57,7 @@ class OwnExamples(Examples):
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         called = f"{self.name}: example {index}"
         with seeded(self.seed, self.epoch, index), _explain(called):
-            returned = self.source[index]
-        if not (isinstance(returned, tuple | list) and len(returned) == 2):
-            raise BrokenExampleError(f"{called} should be a pair, (tensor, label). Received: {_describe(returned)}.")
-        example, label = returned
+            example, label = self.source[index]
         if problem := _find_misfit(example, self._input):
             raise BrokenExampleError(f"{called} does not fit: {problem}. Received: {_describe(example)}.")
         if self.num_classes is not None and not _is_class(label, self.num_classes):
@@ -91,14 +89,12 @@ def load_own(options: DataOptions, input: Input, seed: int) -> tuple[OwnExamples
         raise DataError(f"data.name={name} should be a function. Received: {type(function).__name__}.")
     with _explain(name):
         returned = function(options, input)
-    if not (isinstance(returned, tuple) and len(returned) == 2 and all(map(_is_data_set, returned))):
+    if not (isinstance(returned, tuple) and len(returned) == 2):
         raise DataError(
             f"{name} has to return two data sets, for training and for testing, that have a length and examples by number: "
-            f"return train, test. Received: {_describe(returned)}."
+            f"return train, test. Received: {type(returned).__name__}."
         )
     with _explain(f"{name}: what it returns"):
-        if not all(map(len, returned)):
-            raise DataError(f"{name} returned a data set without examples. Return at least one for training and for testing.")
         class_names, tested = (_list_classes(name, source) for source in returned)
         if tested not in (None, class_names):
             raise DataError(
@@ -108,6 +104,8 @@ def load_own(options: DataOptions, input: Input, seed: int) -> tuple[OwnExamples
         if isinstance(input, ImageInput) and class_names is None:
             raise DataError(f"The training data of {name} need an attribute `classes`: a list with the names of the classes.")
         train, test = (OwnExamples(source, name, class_names, input, seed) for source in returned)
+        if not (len(train) and len(test)):
+            raise DataError(f"{name} returned a data set without examples. Return at least one for training and for testing.")
     for examples in (train, test):
         examples[0]  # before anything is printed or written
     return train, test
@@ -143,23 +141,12 @@ def _read_labels(name: str, source: Any, classes: int) -> list[int] | None:
         return None
     labels = list(targets)
     if len(labels) != len(source) or not all(_is_class(label, classes) for label in labels):
+        received = join_names([repr(label) for label in labels], most=4)
         raise DataError(
             f"The data of {name} have an attribute `targets`, which lists the label of each of their {len(source)} examples, "
-            f"integers from 0 to {classes - 1}. Received: {textwrap.shorten(repr(targets), 100)}. Correct or remove it."
+            f"integers from 0 to {classes - 1}. Received: {received}. Correct or remove it."
         )
     return [int(label) for label in labels]
-
-
-def _read_config(name: str, source: Any) -> dict[str, Any]:
-    received = getattr(source, "data_config", {})
-    try:  # which is how it is saved
-        config = json.loads(json.dumps(dict(received), default=lambda value: value.tolist()))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"The data of {name} have an attribute `data_config`, which is a dictionary such as {{'mean': (0.5, 0.5, 0.5)}}. "
-            f"Received: {received!r}."
-        ) from error
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
 
 
 def _is_class(label: Any, count: int) -> bool:
@@ -167,10 +154,6 @@ def _is_class(label: Any, count: int) -> bool:
         return 0 <= operator.index(label) < count
     except TypeError:
         return False
-
-
-def _is_data_set(source: Any) -> bool:
-    return hasattr(source, "__len__") and hasattr(source, "__getitem__")
 
 
 def _find_misfit(example: Any, input: Input) -> str | None:
@@ -190,5 +173,4 @@ def _find_misfit(example: Any, input: Input) -> str | None:
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} of {value.dtype}{'' if value.isfinite().all() else ', with infinities or NaN'}"
-    kind = type(value).__name__
-    return f"a {kind} of {join_names([type(each).__name__ for each in value], most=4)}" if kind in ("tuple", "list") else kind
+    return type(value).__name__

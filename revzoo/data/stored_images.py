@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,8 +13,6 @@ from torch.utils.data import Dataset
 
 from revzoo.data.base import BrokenExampleError
 from revzoo.data.options import IMAGES
-
-_INSPECTED = 16  # images whose header is read for a remark on their kind
 
 
 class StoredImages(Dataset[tuple[Any, int]]):
@@ -50,17 +49,6 @@ class StoredImages(Dataset[tuple[Any, int]]):
             image = read_image(self.locate(index), self.mode)
         return image if self.transform is None else self.transform(image), int(self.labels[index])
 
-    def read_shapes(self) -> list[tuple[int, int, bool]]:
-        """Return height, width and whether there are colours, of some of the images, from their headers."""
-        shapes = []
-        for index in range(0, len(self), max(1, len(self) // _INSPECTED)):
-            try:
-                with Image.open(self.locate(index)) as image:
-                    shapes.append((image.height, image.width, image.mode[0] not in "1LIF"))
-            except Exception:  # reported when the image is used
-                continue
-        return shapes
-
 
 @dataclass(frozen=True)
 class ImageSplits:
@@ -94,10 +82,11 @@ def explain_broken(name: Callable[[], str]) -> Iterator[None]:
         raise BrokenExampleError(f"The image {name()} cannot be read ({error}). Replace or remove it.") from error
 
 
-def list_suffixes() -> list[str]:
+@cache
+def list_suffixes() -> tuple[str, ...]:
     """Return the suffixes of the image files that the installed Pillow reads, sorted."""
     formats = Image.registered_extensions()
-    return [suffix for suffix in IMAGES if formats.get(suffix) in Image.OPEN]
+    return tuple(suffix for suffix in IMAGES if formats.get(suffix) in Image.OPEN)
 
 
 def read_image(file: Path | BinaryIO, mode: str) -> Any:

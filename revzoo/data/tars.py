@@ -160,34 +160,28 @@ def _read_label(tar: tarfile.TarFile, files: dict[str, tarfile.TarInfo], name: s
         return None
 
 
-def _read_info(root: Path) -> dict[str, Any]:
-    """Return the tars of each split in _info.json with their numbers of examples; nothing where there is no such file."""
+def _read_info(root: Path) -> dict[str, list[str]]:
+    """Return the tars of each split that the folder's _info.json lists; nothing where there is no such file."""
     file = next((root / name for name in _INFO if (root / name).is_file()), None)
     if file is None:
         return {}
     try:
         splits = json.loads(file.read_text(encoding="utf-8"))["splits"]
-        return {name: dict(zip(split["filenames"], split["shard_lengths"], strict=True)) for name, split in splits.items()}
+        return {name: list(split["filenames"]) for name, split in splits.items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{file} does not list the splits with their filenames and shard_lengths ({type(error).__name__}: {error}). "
-            "Correct or remove it."
+            f"{file} does not list the splits with their filenames ({type(error).__name__}: {error}). Correct or remove it."
         ) from error
 
 
-def _index_split(root: Path, split: str, info: dict[str, Any], label: str) -> dict[Path, list[_Example]]:
-    """Index the tars of a split, and check that they hold as many examples as the folder's _info.json says."""
-    listed: dict[str, int] = next((info[name] for name in SPLITS[split] if name in info), {})
+def _index_split(root: Path, split: str, info: dict[str, list[str]], label: str) -> dict[Path, list[_Example]]:
+    """Index the tars of a split."""
+    listed = next((info[name] for name in SPLITS[split] if name in info), [])
     paths = [root / name for name in listed] or _find_tars(root, split)
     with ThreadPoolExecutor(_READERS) as pool:
         tars = dict(zip(paths, pool.map(lambda path: _index_tar(path, label), paths), strict=True))
     if not any(tars.values()):
         raise DataError(f"The {split} tars in {root} hold no examples: {join_names([path.name for path in paths])}.")
-    for (path, examples), number in zip(tars.items(), listed.values(), strict=False):
-        if len(examples) != number:
-            raise DataError(
-                f"_info.json says that {path} has {number} examples. Received: {len(examples)}. Copy or make it again."
-            )
     return tars
 
 

@@ -29,7 +29,7 @@ _TO_PREDICT, _AS_MASK, _AS_OTHER = 0.15, 0.8, 0.1
 class Windows(Examples):
     """Windows of a text; the label of each byte is the byte that follows it.
 
-    In training they begin at random places, drawn anew in every epoch; there are as many as fit into the text side by side.
+    In training they begin at random places, drawn again in every epoch; there are as many as fit into the text side by side.
     In testing they lie side by side, the last one at the end of the text, and every byte but the first is a label once.
 
     Shapes: ids (B, N), labels (B, N).

@@ -61,12 +61,6 @@ def test_a_pickled_state_dict_is_read(wrap, model, tmp_path):
     assert same(state(model), expected)
 
 
-def test_a_head_with_another_number_of_outputs_starts_fresh_after_loading(model, file):
-    other = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"], checkpoint=file, num_outputs=3)
-    assert other.num_outputs == 3
-    assert torch.equal(other.stem.pos_embed, model.stem.pos_embed)
-
-
 def test_a_file_of_a_model_with_another_head_describes_that_head(tmp_path):
     model = revzoo.create("rev_vit_digits", num_outputs=5)
     files.save_weights(model, tmp_path / "w.safetensors")
@@ -83,12 +77,6 @@ def test_a_file_of_another_spec_with_the_same_tensors_is_named(file):
     differing = "Differing: block.coupling.type, block.coupling.m, stages.0.f.heads."
     with pytest.warns(UserWarning, match=f"saved from another spec. {differing}"):
         revzoo.create("rev_vit_digits", overrides=overrides, checkpoint=file)
-
-
-def test_a_file_with_an_unreadable_spec_is_loaded_with_a_warning(model, tmp_path):
-    files.save_weights(model, tmp_path / "w.safetensors", {"revzoo.digest": "0", "revzoo.spec": "{"})
-    with pytest.warns(UserWarning, match="Differing: none"):
-        files.load_weights(model, tmp_path / "w.safetensors")
 
 
 def test_the_content_tells_the_kind_of_file(model, file, tmp_path):
@@ -226,16 +214,12 @@ def test_the_folder_of_a_run_gives_its_best_weights_and_says_so(model, tmp_path,
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("kind", ["meta", "sparse_coo", "quantized"])
-@pytest.mark.filterwarnings("ignore:.*(quantized|[Ss]parse|TypedStorage)")
+@pytest.mark.parametrize("kind", ["meta", "sparse_coo"])
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse")
 def test_a_last_tensor_without_plain_values_leaves_the_model_as_it_was(kind, model, tmp_path):
     tensors = state(model)
     last = list(tensors)[-1]
-    make = {
-        "meta": lambda tensor: tensor.to("meta"),
-        "sparse_coo": lambda tensor: tensor.to_sparse(),
-        "quantized": lambda tensor: torch.quantize_per_tensor(tensor, 1.0, 0, torch.qint8),
-    }
+    make = {"meta": lambda tensor: tensor.to("meta"), "sparse_coo": lambda tensor: tensor.to_sparse()}
     torch.save({key: tensor + 1 for key, tensor in tensors.items()} | {last: make[kind](tensors[last])}, tmp_path / "w.pt")
     for read in (lambda: files.load_weights(model, tmp_path / "w.pt"), lambda: files.read_tensors(tmp_path / "w.pt")):
         with pytest.raises(CheckpointError, match=rf"1 tensors without plain values; nothing was loaded: {last} \({kind}\)"):
@@ -250,7 +234,7 @@ def test_weights_that_are_not_finite_are_said(model, tmp_path):
         files.load_weights(model, tmp_path / "w.safetensors")
 
 
-@pytest.mark.parametrize("text", ["{", "- 1", "5", "", "a: " + "9" * 4400])
+@pytest.mark.parametrize("text", ["{", "- 1", ""])
 def test_a_strange_spec_in_the_metadata_is_a_warning(model, tmp_path, text):
     files.save_weights(model, tmp_path / "w.safetensors", {"revzoo.digest": "0", "revzoo.spec": text})
     with pytest.warns(UserWarning, match="was saved from another spec"):

@@ -32,8 +32,7 @@ def write_shards(folder, first=FIRST, second=SECOND, **changes):
     return index
 
 
-@pytest.mark.parametrize("wrapper", [None, "state_dict", "model", "model_state"])
-@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
+@pytest.mark.parametrize(("wrapper", "prefix"), [(None, ""), ("state_dict", "module."), ("model_state", "module._orig_mod.")])
 def test_a_pickled_state_dict_is_unwrapped(tmp_path, wrapper, prefix):
     tensors = {prefix + key: tensor for key, tensor in TENSORS.items()}
     torch.save({wrapper: tensors, "epoch": 3} if wrapper else tensors, tmp_path / "weights.pth")
@@ -89,25 +88,6 @@ def refused(path, message, read=read_weights):
     assert str(path.parent) in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pth"])
-def test_a_truncated_file_is_named(tmp_path, name):
-    file = tmp_path / name
-    save_file(TENSORS, file) if name.endswith("safetensors") else torch.save(TENSORS, file)
-    file.write_bytes(file.read_bytes()[:-5])
-    refused(file, rf"{re.escape(str(file))} cannot be read: it is truncated, not a weights file")
-    file.write_bytes(b"")
-    refused(file, "cannot be read")
-    file.unlink()
-    refused(file, "No weights file at")
-
-
-def test_a_pickle_of_more_than_tensors_is_not_executed(tmp_path):
-    torch.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "weights.pt")
-    refused(tmp_path / "weights.pt", "more than tensors, which is never executed")
-    torch.save([torch.ones(1)], tmp_path / "weights.pt")
-    refused(tmp_path / "weights.pt", r"holds no state dict .* Received: list")
-
-
 def test_shards_that_are_missing_damaged_or_others_are_named(tmp_path):
     index = write_shards(tmp_path / "lacking", d=SHARDS[1])
     refused(index, rf"{SHARDS[1]} lacks 1 tensors that {index.name} says it holds: d\. .*fetch both again")
@@ -126,8 +106,6 @@ def test_shards_that_are_missing_damaged_or_others_are_named(tmp_path):
     [
         ("{", r"cannot be read as JSON \(.*\)\. Fetch it again"),
         ("[]", "is not an index of shards: a mapping in JSON. Received: list"),
-        ("{}", "has no weight_map from tensors to files. Received: None"),
-        ('{"weight_map": {}}', "has no weight_map"),
         ('{"weight_map": {"a": 1}}', r"Received: \{'a': 1\}"),
     ],
 )
@@ -141,7 +119,7 @@ def test_one_shard_is_not_the_checkpoint(tmp_path):
     index = write_shards(tmp_path)
     refused(tmp_path / SHARDS[0], rf"is one of several shards\. Give their index, {re.escape(str(index))}, or the folder")
     index.unlink()
-    with pytest.raises(CheckpointError, match=r"These are shards without an index: put model.safetensors.index.json beside"):
+    with pytest.raises(CheckpointError, match=r"These are shards without an index: put model.safetensors.index.json next to"):
         read_weights(tmp_path)
 
 
@@ -157,7 +135,7 @@ def test_a_folder_says_what_it_has(tmp_path):
         read_weights(tmp_path)
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"\xff\xfe", "as JSON"), (b"3", "is not a configuration"), (b"", "JSON")])
+@pytest.mark.parametrize(("content", "message"), [(b"\xff\xfe", "as JSON"), (b"3", "is not a configuration")])
 def test_a_configuration_that_is_none_is_named(tmp_path, content, message):
     refused(tmp_path / "config.json", "config.json is missing; it should be a configuration", read_config)
     (tmp_path / "config.json").write_bytes(content)

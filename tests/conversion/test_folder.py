@@ -114,7 +114,7 @@ def test_a_conversion_that_is_terminated_leaves_nothing(file, tmp_path, capsys, 
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_the_tokenizer_of_the_original_stays_beside_its_weights(tmp_path):
+def test_the_tokenizer_of_the_original_stays_next_to_its_weights(tmp_path):
     config = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 8, "vocab_size": 9}
     bert = transformers.BertForSequenceClassification(transformers.BertConfig(**config, max_position_embeddings=8))
     bert.save_pretrained(tmp_path / "bert")

@@ -177,7 +177,7 @@ def slowfast(w, layers, images, patch):
 
 
 def mmpretrain(w, images):
-    """Return the logits of mmpretrain's Rev-ViT, which adds a class token and removes it in front of the layers."""
+    """Return the logits of mmpretrain's Rev-ViT, which adds a class token and removes it before the layers."""
     patches = F.conv2d(images, w["backbone.patch_embed.projection.weight"], w["backbone.patch_embed.projection.bias"], stride=2)
     x = torch.cat((w["backbone.cls_token"].expand(len(images), -1, -1), patches.flatten(2).transpose(1, 2)), 1)
     x = (x + w["backbone.pos_embed"])[:, 1:]
@@ -213,7 +213,7 @@ def convert_back(source, original, model):
 
 
 def variant(folder, fuse, v2):
-    """Write a small Rev-MViT with another transition, or MViTv2's attention, beside the zoo's own; return its file."""
+    """Write a small Rev-MViT with another transition, or MViTv2's attention, next to the zoo's own; return its file."""
     extra = V2 if v2 else {}
     spec = {
         "name": "variant",

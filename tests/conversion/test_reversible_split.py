@@ -205,7 +205,7 @@ def test_one_extra_forward_and_no_more(toy):
             model(X).sum().backward()
         flops[split] = counter.get_total_flops()
     # The first step of a chain runs again only up to the last tensor that autograd saves. The last product of the first block,
-    # of 5 x 16 by 16 x 8, is behind it; in the second step of two it runs.
+    # of 5 x 16 by 16 x 8, comes after it; in the second step of two it runs.
     assert flops[SPLIT] - flops[None] == 2 * 5 * 16 * 8
 
 
@@ -254,7 +254,7 @@ def test_attentions_and_their_gradients_are_handed_through():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_attention_returns_beside_the_state_is_kept_for_no_longer_than_somebody_has_it():
+def test_what_attention_returns_besides_the_state_is_kept_for_no_longer_than_somebody_has_it():
     kept = {}
     for layers in (2, 4):
         model = llama(layers, attn_implementation="eager").train()

@@ -25,7 +25,7 @@ def other_order(m, x):
     return x + m.attn(m.norm1(x))
 
 
-def norm_behind_the_sum(m, x):
+def norm_after_the_sum(m, x):
     return m.norm2(m.norm1(x + m.attn(x)) + m.mlp(x))
 
 
@@ -72,17 +72,14 @@ def change_in_between(m, x):
 
 
 CANNOT = {
-    "side by side": (
-        {"write": side_by_side},
-        "blocks.0 cannot be two steps, attn added to the state, then mlp: .* side by side",
-    ),
-    "other order": ({"write": other_order}, "Without both the block returns its state, so they .* in another order"),
-    "norm behind the sum": ({"write": norm_behind_the_sum}, "Without both the block does not return its state: .* norm behind"),
-    "a branch with the state": ({"write": branch_with_the_state}, "a branch adds the state itself"),
-    "a bias": ({"write": own_bias}, "something else is added"),
+    "side by side": ({"write": side_by_side}, "blocks.0 cannot be two steps, attn added to the state, then mlp"),
+    "other order": ({"write": other_order}, "cannot be two steps"),
+    "norm after the sum": ({"write": norm_after_the_sum}, "cannot be two steps"),
+    "a branch with the state": ({"write": branch_with_the_state}, "cannot be two steps"),
+    "a bias": ({"write": own_bias}, "cannot be two steps"),
     "an attribute": ({"write": attribute}, "blocks.0 sets as an attribute a tensor that is another one"),
     "noise in training": ({"write": noise_in_training}, "cannot be two steps"),
-    "another result": ({"write": change_in_between}, "blocks.0 returns beside its state a tensor that is another one"),
+    "another result": ({"write": change_in_between}, "blocks.0 returns besides its state a tensor that is another one"),
     "no call": ({"write": functional}, "blocks.0 does not call attn as a submodule"),
     "an error": ({"write": raises}, "blocks.0 cannot run one of its branches without the other: ArithmeticError: nothing to"),
 }
@@ -116,7 +113,6 @@ def test_a_norm_at_two_places_keeps_its_weights(write):
         block.norm2 = block.norm1
     parameters, before = list(model.parameters()), [p.clone() for p in model.parameters()]
     if write is None:
-        revzoo.preview_reversible(model, batch=X)
         revzoo.reversible_(model, batch=X, split=SPLIT)
     else:
         with pytest.raises(ConversionError, match="cannot be two steps"):

@@ -366,32 +366,14 @@ def test_notes_say_what_is_left_out():
 @pytest.mark.parametrize(
     ("source", "change", "message"),
     [
-        (
-            BERT,
-            {"model_type": "electra"},
-            r"Transformers BERT: model_type .* Received: 'electra'\. Allowed: bert\. A module becomes .* revzoo\.reversible_",
-        ),
-        (
-            BERT,
-            {"architectures": ["BertLMHeadModel"]},
-            r"architectures cannot .* 'BertLMHeadModel'\. .*BertForMaskedLM.*Did you mean",
-        ),
-        (BERT, {"architectures": ["BertForMultipleChoice"]}, r"Allowed: .*BertForPreTraining.*BertForTokenClassification"),
-        (ROBERTA, {"architectures": ["RobertaForPreTraining"]}, r"Did you mean 'RobertaFor"),
+        (BERT, {"model_type": "electra"}, r"model_type .* Received: 'electra'\. Allowed: bert\. .* revzoo\.reversible_"),
+        (BERT, {"architectures": ["BertLMHeadModel"]}, r"architectures cannot .* 'BertLMHeadModel'\. .*Did you mean"),
         (DISTILBERT, {"activation": "mish"}, r"activation cannot .*'mish'"),
-        (DISTILBERT, {"dim": None}, r"dim cannot be converted"),
         (ROBERTA, {"architectures": ["BertModel"]}, r"Received: 'BertModel'.*Did you mean 'RobertaModel'"),
         (BERT, {"is_decoder": True}, r"is_decoder cannot be converted\. Received: True\. Allowed: False\."),
-        (BERT, {"add_cross_attention": True}, r"add_cross_attention"),
         (BERT, {"position_embedding_type": "relative_key"}, r"position_embedding_type .*'relative_key'\. Allowed: 'absolute'"),
-        (ROBERTA, {"pruned_heads": {"0": [1]}}, r"pruned_heads"),
-        (
-            BERT,
-            {"hidden_act": "gelu_10"},
-            r"hidden_act .*'gelu_10'\. Allowed: gelu, gelu_fast, .*, relu, silu, swish\. Did you mean 'gelu",
-        ),
+        (BERT, {"hidden_act": "gelu_10"}, r"hidden_act .*'gelu_10'\. Allowed: gelu, .* Did you mean 'gelu"),
         (BERT, {"architectures": ["BertForMaskedLM"], "tie_word_embeddings": False}, r"tie_word_embeddings .*Allowed: true"),
-        (ROBERTA, {"pad_token_id": None}, r"pad_token_id"),
         (BERT, {"hidden_size": None, "vocab_size": "many"}, r"vocab_size, hidden_size cannot be converted"),
     ],
 )

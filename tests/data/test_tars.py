@@ -38,7 +38,7 @@ def test_it_makes_no_difference_in_which_tar_an_example_is(tar_folder, image_fol
     digests = load(tar_folder).describe_examples()
     images = sorted((image_folder / "train").rglob("*.png"))
     files = {f"{image.parent.name}/{image.stem}.png": image.read_bytes() for image in images}
-    files |= {f"{image.parent.name}/{image.stem}.cls": image.parent.name.encode() for image in images}  # behind all images
+    files |= {f"{image.parent.name}/{image.stem}.cls": image.parent.name.encode() for image in images}  # after all images
     for path in tar_folder.glob("*train*"):
         path.unlink()
     write_tar(tar_folder / "train" / "all.tar", files)
@@ -80,30 +80,17 @@ def test_layouts(tmp_path, image_folder, write_tar, load):
 def test_info_lists_the_tars(tmp_path, image_folder, write_tar, load, refused):
     image = picture(image_folder)
     for name, labels in (("x-0.tar", "01"), ("x-1.tar", "1"), ("y.tar", "0")):
-        files = {
-            f"{i}.{suffix}": image if suffix == "png" else labels[i].encode()
-            for i in range(len(labels))
-            for suffix in ("png", "cls")
-        }
+        files = {f"{i}.png": image for i in range(len(labels))} | {f"{i}.cls": labels[i].encode() for i in range(len(labels))}
         write_tar(tmp_path / name, files)
-    info = {"train": (["x-0.tar", "x-1.tar"], [2, 1]), "validation": (["y.tar"], [1])}
-
-    def write() -> None:
-        splits = {
-            split: {"name": split, "filenames": files, "shard_lengths": counts} for split, (files, counts) in info.items()
-        }
-        (tmp_path / "_info.json").write_text(json.dumps({"splits": splits}))
-
-    write()
-    assert (load(tmp_path, batch_size=1).num_train, load(tmp_path, batch_size=1).num_test) == (3, 1)
-    info["train"] = (["x-0.tar", "x-1.tar"], [2, 2])
-    write()
-    assert refused(tmp_path) == f"_info.json says that {tmp_path}/x-1.tar has 2 examples. Received: 1. Copy or make it again."
-    info["train"] = (["x-0.tar", "x-2.tar"], [2, 2])
-    write()
+    splits = {"train": {"filenames": ["x-0.tar", "x-1.tar"], "shard_lengths": [2, 1]}, "validation": {"filenames": ["y.tar"]}}
+    info = tmp_path / "_info.json"
+    info.write_text(json.dumps({"splits": splits}))
+    data = load(tmp_path, batch_size=1)
+    assert (data.num_train, data.num_test) == (3, 1)
+    info.write_text(info.read_text().replace("x-1", "x-2"))
     assert f"{tmp_path}/x-2.tar is not a whole, uncompressed tar ([Errno 2]" in refused(tmp_path)
-    (tmp_path / "_info.json").write_text('{"splits": {"train": {"filenames": []}}}')
-    assert refused(tmp_path).startswith(f"{tmp_path}/_info.json does not list the splits with their filenames")
+    info.write_text('{"splits": {"train": {"files": []}}}')
+    assert refused(tmp_path).startswith(f"{info} does not list the splits with their filenames")
 
 
 @pytest.mark.parametrize(
@@ -111,12 +98,8 @@ def test_info_lists_the_tars(tmp_path, image_folder, write_tar, load, refused):
     [
         ({"a.png": b""}, "The image a of .*/train.tar has no label: .* 'label' .* data.image.label="),
         ({"a.png": b"", "a.cls": b"-1"}, "The image a of .* has no label"),
-        ({"a.png": b"", "a.cls": b"\xff"}, "The image a of .* has no label"),
-        ({"a.png": b"", "a.json": b"{}"}, "The image a of .* has no label"),
         ({"a.png": b"", "a.json": b"{"}, "The image a of .* has no label"),
-        ({"a.png": b"", "a.json": b'{"label": true}'}, "The image a of .* has no label"),
         ({"a.txt": b"", "a.cls": b"1"}, "An example has one image, and a of .*/train.tar has 0. Received: a.txt, a.cls"),
-        ({"a.png": b"", "a.jpg": b"", "a.cls": b"1"}, "a of .*/train.tar has 2"),
         ({"a.png": b"", "a.PNG": b""}, "/train.tar has two files a.PNG"),
         ({"README": b""}, "The train tars in .* hold no examples: train.tar"),
         ({"a.png": b"", "a.cls": b"cat"}, r"\(train\) has one class: cat"),
@@ -137,7 +120,7 @@ def test_refusals_of_examples(tmp_path, write_tar, files, message, refused):
 def test_broken_tars_are_refused(tar_folder, damage, refused):
     tar = tar_folder / "animals-train-0001.tar"
     content = bytearray(tar.read_bytes())
-    second = content.index(b"cat/3.cls")  # behind an image
+    second = content.index(b"cat/3.cls")  # after an image
     match damage:
         case "cut in a file":
             content = content[: second - 512]

@@ -51,7 +51,7 @@ class Case(NamedTuple):
         return load_recipe(self.recipe, [*settings, *self.settings, *more])
 
 
-# Every kind of loss and batch, and everything that is alive beside them.
+# Every kind of loss and batch, and everything that is alive besides them.
 ADDED_UP = ("train.accumulate=2", "mixup={mixup_alpha: 0.8}", "train.freeze=[stem]", "optimizer.layer_decay=0.8")
 UPDATED = ("ema=null", "optimizer.foreach=true", "optimizer.weight_decay_of=all", "train.clip_grad=null")
 QUICK = {"added up": Case("digits", VIT, 64, "50%", (*ADDED_UP, "memory.lookahead=1"))}

@@ -72,5 +72,5 @@ def test_two_processes_share_the_examples(name, tmp_path, write_tar, monkeypatch
     for state in ("00001-0000004", "00002-0000000"):
         shutil.rmtree(shared / "state" / state)
     assert RunFolder(shared).find_state().name == "00001-0000002"
-    resume(shared)  # in the second epoch, behind its second update
+    resume(shared)  # in the second epoch, after its second update
     assert read_records(shared) == [pytest.approx(record, abs=1e-5) for record in expected]

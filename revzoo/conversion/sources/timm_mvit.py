@@ -37,7 +37,7 @@ class TimmMViT(TimmSource):
 
     The first block of a stage pools, so it becomes the stage's transition. With `expand_attn=False` the last block of the
     stage before widens; it then is the first part of that transition. Refused by name: a class token, pooling by anything but
-    3x3 convolutions, pooling in front of the linear layers (pool_first), stages without a block that could be reversible.
+    3x3 convolutions, pooling before the linear layers (pool_first), stages without a block that could be reversible.
 
     Source: timm `mvitv2.py`, whose checkpoint_filter_fn gives files of facebookresearch/mvit timm's names.
     """
@@ -120,7 +120,7 @@ class TimmMViT(TimmSource):
                 "no classifier (num_classes=0; num_classes=N makes one, initialised at random)": not isinstance(
                     mvit.head.fc, nn.Linear
                 ),
-                "drop_rate in front of a classifier of tokens": not mvit.global_pool and read_rate(mvit.head.drop),
+                "drop_rate before a classifier of tokens": not mvit.global_pool and read_rate(mvit.head.drop),
             }
         )
         for stage in mvit.stages:

@@ -27,7 +27,7 @@ _RULES = {
     r"norm\b": "fuse.norm",
     r"head\.fc\b": "head.linear",
 }
-_MICROSOFT = "layers.0.downsample.reduction.weight"  # timm has no downsampling in front of its first layer
+_MICROSOFT = "layers.0.downsample.reduction.weight"  # timm has no downsampling before its first layer
 _BUFFERS = ("attn_mask", "relative_position_index")
 
 

@@ -34,7 +34,7 @@ class TimmViT(TimmSource):
     """Convert `timm.models.vision_transformer.VisionTransformer`.
 
     Networks with and without a class token, LayerScale and biases of queries, keys and values. Refused by name: distillation
-    and register tokens, norms of queries and keys, a norm in front of the blocks, pooling by attention, variable image sizes,
+    and register tokens, norms of queries and keys, a norm before the blocks, pooling by attention, variable image sizes,
     other blocks.
 
     Source: timm `vision_transformer.py`; DeiT (Touvron et al. 2021) and DeiT III without distillation are the same class.
@@ -95,7 +95,7 @@ class TimmViT(TimmSource):
         return self._rename_keys(network.state_dict(), _RULES)
 
     def ignores(self, key: str) -> bool:
-        """Return whether a key belongs to the layer in front of the head of old checkpoints, which timm drops as well."""
+        """Return whether a key belongs to the layer before the head of old checkpoints, which timm drops as well."""
         return key.startswith("pre_logits.")
 
     def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: Grid | None = None) -> Tensor | None:
@@ -121,7 +121,7 @@ class TimmViT(TimmSource):
                 f"oblong patches (patch_size {patch})": patch[0] != patch[1],
                 f"an image that patches do not cover (img_size {sizes})": any(side % patch[0] for side in sizes),
                 "a patch embedding without bias": embed.proj.bias is None,
-                "a norm in front of the blocks (pre_norm)": not isinstance(vit.norm_pre, nn.Identity),
+                "a norm before the blocks (pre_norm)": not isinstance(vit.norm_pre, nn.Identity),
                 f"pooling {vit.global_pool!r} (global_pool)": vit.global_pool not in {*_POOLS, ""},
                 "fc_norm without pooling": not vit.global_pool and not isinstance(vit.fc_norm, nn.Identity),
                 "no classifier (num_classes=0; num_classes=N makes one, initialised at random)": not isinstance(
@@ -150,7 +150,7 @@ class TimmViT(TimmSource):
 
     def _describe_head(self, vit: VisionTransformer) -> dict[str, Any]:
         if not vit.global_pool:
-            self._refuse({"drop_rate in front of a classifier of tokens": read_rate(vit.head_drop)})
+            self._refuse({"drop_rate before a classifier of tokens": read_rate(vit.head_drop)})
             return {"type": "token_linear", "norm": "none", "outputs": vit.num_classes}
         return {
             "type": "pooled_linear",
@@ -174,7 +174,7 @@ class TimmViT(TimmSource):
                 "an attention whose last layer has no bias (proj_bias)": attn.proj.bias is None,
                 "attn_drop_rate": read_rate(attn.attn_drop),
                 "proj_drop_rate": read_rate(attn.proj_drop),
-                "a scale behind the attention that is no LayerScale": not (scaled or isinstance(block.ls1, nn.Identity)),
+                "a scale after the attention that is no LayerScale": not (scaled or isinstance(block.ls1, nn.Identity)),
             }
         )
         norm = self._name_norm(block.norm1)
@@ -189,7 +189,7 @@ class TimmViT(TimmSource):
                 "a norm inside the MLP (scale_mlp_norm)": not isinstance(mlp.norm, nn.Identity),
                 "an MLP without biases (proj_bias)": mlp.fc1.bias is None or mlp.fc2.bias is None,
                 "proj_drop_rate": read_rate(mlp.drop1) or read_rate(mlp.drop2),
-                "a scale behind the MLP that is no LayerScale": not (scaled or isinstance(block.ls2, nn.Identity)),
+                "a scale after the MLP that is no LayerScale": not (scaled or isinstance(block.ls2, nn.Identity)),
                 "drop path rates that differ in a block": read_rate(block.drop_path1) != read_rate(block.drop_path2),
             }
         )

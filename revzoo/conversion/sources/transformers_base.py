@@ -77,8 +77,8 @@ class TransformersEncoder(Source):
         lm_act: activation of the masked language model's head; None: that of the blocks.
         classifier: arguments of the head `sequence_classification` that differ from BERT's, in which the word "dropout" stands
             for the dropout of the configuration.
-        dropouts: settings with the dropout in front of the last layer, by task; there is none for the tasks left out.
-        attention_output_dropout: whether there is dropout behind the attention's last layer.
+        dropouts: settings with the dropout before the last layer, by task; there is none for the tasks left out.
+        attention_output_dropout: whether there is dropout after the attention's last layer.
         settings: their names of settings, by BERT's.
         defaults: of settings whose default is not BERT's.
     """
