@@ -1,8 +1,7 @@
 """The search states that schedules can reach within a budget: before each unit, and after the last one.
 
 A *search state* is all that a unit and the following ones must know of those before it: the length of the run of inverted steps
-that ends there, and the states (tensors) that the preceding units keep; after an inverted layer, whether the run goes on, and
-in halves.
+that ends there, and the states (tensors) that the preceding units keep.
 """
 
 from dataclasses import dataclass, field
@@ -63,4 +62,4 @@ def _find_last_uses(problem: Problem) -> dict[int, int]:
 
 def need_at_the_end(problem: Problem, place: Place) -> int:
     """Return what the loss needs at a search state after the last unit; above all where a schedule cannot end there."""
-    return ABOVE_ALL + 1 if place.goes_on else loss_need_bytes(problem, place.held)
+    return loss_need_bytes(problem, place.held)

@@ -106,7 +106,6 @@ def _keep_what_is_left(problem: Problem) -> Problem:
             unit,
             options=tuple(map(keep, unit.options)),
             first=None if unit.first is None else keep(unit.first),
-            in_runs=tuple(map(keep, unit.in_runs)),
         )
         for unit in problem.units
     )
