@@ -49,7 +49,7 @@ PINNED = {
         "(model, batch, budget, *, solver='timeline', optimizer=None, loss=None, lookahead=0, accumulate=False, profile=False)"
     ),
     "preview_reversible": "(model, *paths, batch, kept_bits=8)",
-    "profile": "(model, batch, optimizer=None, *, loss=None, run=True, estimate=False, other_bytes=0, budget=None)",
+    "profile": "(model, batch, optimizer=None, *, loss=None, run=True, other_bytes=0, budget=None)",
     "reforward": "(module, batch, budget=None, *, optimizer=None, loss=None)",
     "ordinary_": "(model)",
     "release": "(module)",
