@@ -6,17 +6,16 @@ Peaks and budgets are those of `revzoo.planning.solvers.schedule.peak`, which `p
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from planning_chain import arbitrary, every_schedule, like_network, of_kinds, only, span
 
-from revzoo.planning.solvers.knapsack import choose_subset, solve_knapsack
+from revzoo.planning.solvers.knapsack import solve_knapsack
 from revzoo.planning.solvers.problem import Problem
 from revzoo.planning.solvers.schedule import cost, peak
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 
-Items = Callable[[random.Random, int], tuple[list[int], list[int]]]  # draws values and weights
 PARTS = (0.1, 0.3, 0.5, 0.7, 0.9)  # of the range from the least possible peak to that of storing everything
 
 
@@ -119,63 +118,16 @@ def brute_force(quick: bool) -> dict[str, Any]:
 
 
 def speed(quick: bool) -> dict[str, Any]:
-    """Time the knapsack on 200 items, as networks produce them and adversarial, and the timeline on 100 steps x 4 modes."""
-    items, steps, rounds = (16, 12, 1) if quick else (200, 100, 5)
-    results = {name: _time_knapsack(make, items, rounds) for name, make in _ITEMS.items()}
+    """Time the timeline on 100 steps x 4 modes."""
+    steps, rounds = (12, 1) if quick else (100, 5)
     chains = {f"{kinds} kinds": of_kinds(random.Random(4), steps, kinds) for kinds in (2, steps)}
     timeline = {name: statistics.median(_time_timeline(problem) for _ in range(rounds)) for name, problem in chains.items()}
-    network, hard = results["network"], [each for name, each in results.items() if name != "network"]
     return {
-        "items": items,
-        "knapsack": results,
         "steps": steps,
         "timeline_seconds": timeline,
-        "found": f"knapsack, {items} items: gap {network['gap']:g} in {network['seconds']:.3f} s; adversarial: gap at most "
-        f"{max(each['gap'] for each in hard):.1e}, {sum(each['over'] for each in hard)} over capacity, in at most "
-        f"{max(each['seconds'] for each in hard):.2f} s; timeline, {steps} steps: "
-        + ", ".join(f"{seconds:.2f} s ({name})" for name, seconds in timeline.items()),
-        "met": network["gap"] == 0
-        and not any(each["over"] for each in results.values())
-        and network["seconds"] < 1
-        and max(timeline.values()) < 5,
+        "found": f"timeline, {steps} steps: " + ", ".join(f"{seconds:.2f} s ({name})" for name, seconds in timeline.items()),
+        "met": max(timeline.values()) < 5,
     }
-
-
-def _from_network(rng: random.Random, items: int) -> tuple[list[int], list[int]]:
-    """Twelve kinds of steps, of which each has one size and one time."""
-    kinds = [(rng.randint(10**5, 2 * 10**7), rng.randint(10**7, 2 * 10**9)) for _ in range(12)]
-    chosen = rng.choices(kinds, k=items)
-    return [value for value, _ in chosen], [weight for _, weight in chosen]
-
-
-def _draw_correlated_items(rng: random.Random, items: int) -> tuple[list[int], list[int]]:
-    weights = [rng.randint(10**7, 2 * 10**9) for _ in range(items)]
-    return [weight // 100 + 10**6 for weight in weights], weights
-
-
-def _subset_sum(rng: random.Random, items: int) -> tuple[list[int], list[int]]:
-    weights = [rng.randint(10**7, 2 * 10**9) for _ in range(items)]
-    return weights, weights
-
-
-_ITEMS: dict[str, Items] = {
-    "network": _from_network,
-    "strongly correlated": _draw_correlated_items,
-    "subset sum": _subset_sum,
-}
-
-
-def _time_knapsack(make: Items, items: int, rounds: int) -> dict[str, float]:
-    gaps, seconds, over = [], [], 0
-    for seed in range(rounds):
-        values, weights = make(random.Random(seed), items)
-        capacity = min(10**11, sum(weights) // 2)
-        begin = time.perf_counter()
-        solution = choose_subset(values, weights, capacity)
-        seconds.append(time.perf_counter() - begin)
-        gaps.append(solution.gap)
-        over += sum(weights[i] for i in solution.chosen) > capacity
-    return {"gap": max(gaps), "seconds": statistics.median(seconds), "worst_seconds": max(seconds), "over": over}
 
 
 def _time_timeline(problem: Problem) -> float:

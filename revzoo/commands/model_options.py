@@ -39,11 +39,6 @@ def declare_model(
         help="a timm optimizer, such as adamw, whose state is counted too (default: none)",
     )
     parser.add_argument("--meta", action="store_true", help="count bytes and FLOPs only: nothing is allocated, run or timed")
-    parser.add_argument(
-        "--estimate",
-        action="store_true",
-        help="time one minimum-memory step and assume one extra forward per recomputed module (faster, less accurate)",
-    )
 
 
 def create_model(arguments: argparse.Namespace) -> "Model":

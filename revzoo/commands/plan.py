@@ -25,7 +25,7 @@ SUMMARY = "Find the fastest mix of modes that fits a memory budget."
 _OTHER_NAMES = "or timm:NAME, a folder with the config.json of a Transformers model, or package.module:function"
 _LOOKAHEADS: dict[str, "LookaheadOption"] = {"0": 0, "1": 1}
 _OF_RANKS = ("--shard", "--nodes", "--offload")
-_OF_RUNNING = ("--device", "--estimate", "--lookahead")
+_OF_RUNNING = ("--device", "--lookahead")
 _OF_THE_ZOO = (*_OF_RUNNING, "--dtype", "--meta", "--loss", "--accumulate", "--ranks", *_OF_RANKS)
 _DEFAULTS = {"--dtype": "float32", "--lookahead": "0"}  # of those that have one
 
@@ -181,7 +181,6 @@ def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
             optimizer=optimizer,
             loss=create_loss(arguments.loss, model),
             lookahead=_LOOKAHEADS[arguments.lookahead],
-            estimate=arguments.estimate,
         )
     _show(arguments, model, profile, plan)
     return plan
@@ -258,8 +257,6 @@ def _plan_batches(arguments: argparse.Namespace, model: "Model") -> "Plan":
     from revzoo.display.console import show_status
     from revzoo.planning.batch import find_best_batch
 
-    if arguments.estimate:
-        raise InputError("Received: --estimate and a range of batch sizes, whose times are measured. Leave one out.")
     optimizer = create_optimizer(arguments.optimizer, model)
     with show_status("planning every batch size"):
         best = find_best_batch(

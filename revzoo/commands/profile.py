@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         model = create_model(arguments)
         batch = create_batch(model, arguments.batch)
-        result = profile(model, batch, create_optimizer(arguments.optimizer, model), estimate=arguments.estimate)
+        result = profile(model, batch, create_optimizer(arguments.optimizer, model))
     if arguments.json:
         print(json.dumps(asdict(result), indent=2))
     else:

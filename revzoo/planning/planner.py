@@ -35,7 +35,6 @@ def profile_and_plan(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     lookahead: LookaheadOption = 0,
-    estimate: bool = False,
     other_bytes: int = 0,
     setting: Setting | None = None,
 ) -> tuple[Profile, Plan]:
@@ -43,7 +42,6 @@ def profile_and_plan(
 
     Args:
         model, batch, budget, solver, optimizer, loss, lookahead: as for `plan`.
-        estimate: time only the minimum-memory schedule, as for `revzoo.profile`.
         other_bytes: other memory that is alive during the whole training step, such as averaged weights.
         setting: what the plan will hold for; None is the model and batch as they are now.
     """
@@ -51,22 +49,24 @@ def profile_and_plan(
         raise InputError(
             "Blocks that were made reversible in place are recovered one by one. Received: lookahead=1. Plan with lookahead=0."
         )
-    measured = profile(model, batch, optimizer, loss=loss, estimate=estimate, other_bytes=other_bytes, budget=budget)
+    measured = profile(model, batch, optimizer, loss=loss, other_bytes=other_bytes, budget=budget)
     if setting is not None:
         measured = replace(measured, setting=setting)
     planned = replace(solve(measured, budget, solver), lookahead=lookahead)
     planned = enforce_budget(model, batch, measured, planned, loss)
-    if lookahead and measured.timing is not None:
-        planned = _time_lookahead(model, batch, planned, loss)
+    if (lookahead or measured.timing is None) and not any(p.is_meta for p in model.parameters()):
+        planned = _time_step(model, batch, planned, loss)
     return measured, planned
 
 
-def _time_lookahead(model: nn.Module, batch: Any, plan: Plan, loss: LossFunction | None) -> Plan:
-    """Return the plan with measured seconds: what look-ahead gains is not predicted."""
+def _time_step(model: nn.Module, batch: Any, plan: Plan, loss: LossFunction | None) -> Plan:
+    """Return the plan with measured seconds: what look-ahead gains is not predicted, nor anything where no units were timed."""
     try:
         with memory_errors():
-            seconds, spread = measure_step_seconds(model, batch, plan.schedule, loss, lookahead=1)
+            seconds, spread = measure_step_seconds(model, batch, plan.schedule, loss, plan.lookahead)
     except MemoryError as error:
+        if not plan.lookahead:
+            return plan
         raise BudgetError("With look-ahead the planned training step runs out of memory. Plan with lookahead=0.") from error
     return replace(plan, seconds=seconds, spread=spread)
 

@@ -47,7 +47,7 @@ PINNED = {
     "plan": (
         "(model, batch, budget, *, solver='timeline', optimizer=None, loss=None, lookahead=0, accumulate=False, profile=False)"
     ),
-    "profile": "(model, batch, optimizer=None, *, loss=None, run=True, estimate=False, other_bytes=0, budget=None)",
+    "profile": "(model, batch, optimizer=None, *, loss=None, run=True, other_bytes=0, budget=None)",
     "reforward": "(module, batch, budget=None, *, optimizer=None, loss=None)",
     "ordinary_": "(model)",
     "release": "(module)",

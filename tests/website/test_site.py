@@ -130,7 +130,7 @@ def test_search_works_from_a_file(browse):
 def test_pictures_lead_to_their_full_size_and_options_stay_in_one_line(site):
     page = (site / "planning.html").read_text(encoding="utf-8")
     assert page.count('<a href="module_plan.png"><img ') == 1
-    assert '<code><span class="option">--estimate</span></code>' in page
+    assert '<code><span class="option">--ranks</span></code>' in page
 
 
 def test_a_network_on_one_tensor_is_drawn_with_one_line(site):

@@ -2,13 +2,12 @@
 
 In four of the schedules all units have the same mode (nodes, which cannot invert, are selective where steps invert). In the
 other two, inverted steps alternate with recomputed ones, because the first step of an inverted run is recovered like a
-recomputed one. What an inverted layer takes also depends on its place in the run: short runs of layers at every place show
-that.
+recomputed one. What an inverted layer takes also depends on its place in the run: three schedules with runs of two show that.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -28,7 +27,6 @@ from revzoo.runtime.mode import MODES, Mode
 
 _FEW_FLOPS = 4 * 10**9  # a CPU runs a step of so many in less time than Python takes for the same step in FakeTensors
 _FEW_BYTES = 2**28  # small enough to allocate without asking
-_RUNS_OF_LAYERS = (2, 4)  # in networks of convolution, norm and activation, these show all that changes what a layer takes
 _ALTERNATING = ((Mode.INVERT, Mode.RECOMPUTE), (Mode.RECOMPUTE, Mode.INVERT))
 
 
@@ -82,32 +80,14 @@ def list_traced_schedules(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]
         yield [_choose_mode(entry, mode) for entry in entries]
     for pair in _ALTERNATING:
         yield [pair[k % 2] if entry.can_invert else Mode.STORE for k, entry in enumerate(entries)]
-    yield from _list_runs_of_layers(entries)
+    if any(entry.kind == "layer" for entry in entries):
+        for shift in range(3):  # runs of two
+            yield [Mode.INVERT if entry.can_invert and (k + shift) % 3 else Mode.RECOMPUTE for k, entry in enumerate(entries)]
 
 
 def _choose_mode(entry: LayoutEntry, mode: Mode) -> Mode:
     """Return the mode that a unit has where all have this one if they can."""
     return mode if mode in entry.modes else Mode.SELECTIVE if entry.can_drop else Mode.STORE
-
-
-def _list_runs_of_layers(entries: Sequence[LayoutEntry]) -> list[list[Mode]]:
-    """Return schedules with runs of a few inverted layers, in which every layer has every place in turn."""
-    near = [entry.can_invert and "layer" in (entry.kind, before.kind) for before, entry in pairwise([entries[0], *entries])]
-    if not any(near):
-        return []
-
-    def choose(k: int, most: int, shift: int) -> Mode:
-        if near[k] and (k + shift) % (most + 1):
-            return Mode.INVERT
-        return Mode.STORE if shift % 2 and not entries[k].can_invert else Mode.RECOMPUTE
-
-    schedules: list[list[Mode]] = []
-    for most in _RUNS_OF_LAYERS:
-        for shift in range(most + 1):
-            modes = [choose(k, most, shift) for k in range(len(entries))]
-            if modes not in schedules:
-                schedules.append(modes)
-    return schedules
 
 
 def count_peak(

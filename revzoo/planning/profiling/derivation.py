@@ -14,22 +14,19 @@ for every schedule, exactly for the zoo's models (`tests/planning/test_count.py`
 high: bare chains, by at most a pair of streams, where the first steps
 are inverted alone or all steps are stored; and a mask that no unit keeps.
 
-What an inverted layer takes also depends on its place in the run (`InRun`): whether it is the first, or the last, whose output
-is kept, and whether its input is in halves of the channels. A run that begins with layers of single channels is in halves from
-its beginning if it reaches the coupled layer behind them (`Unit.coupled`). Going back over a layer is part of its own backward,
-although it happens when the layer before is asked for. Known to come out too high: inverted layers in front of a long run, by 8
-bytes, the predicted growth of errors and what it explains.
+What an inverted layer takes also depends on its place in the run and on whether it gets halves of the channels. Of all places
+that the traces show, the one that takes most counts everywhere, so plans of networks of layers are predicted a few percent too
+high until they are counted. The inverse of layer k runs when layer k-1 is unpacked, but counts in layer k's backward.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from operator import attrgetter
 
 from revzoo.planning.profiling.trace import Trace
-from revzoo.planning.solvers.problem import InRun, Option, Problem, Unit, tabulate
-from revzoo.runtime.layer_rules import is_channelwise, is_coupled
+from revzoo.planning.solvers.problem import Option, Problem, Unit, tabulate
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import Storages
 from revzoo.runtime.mode import Mode
@@ -54,35 +51,30 @@ def build_problem(layout: Sequence[LayoutEntry], traces: Sequence[Trace], other_
         Mode.RECOMPUTE: given,
         Mode.INVERT: [()] * len(entries),
     }
-    stored_work, coupled = _count_work(stored), _list_coupled(entries, layout)
+    stored_work = _count_work(stored)
     sizes = {storage: change for storage, change in reversed(stored.log) if change > 0}
     sizes_of_states = {number: sizes[storage] for storage, number in states.items()}
     beside = [tuple(sorted(alive)) for alive in _list_states_beside(traces)]
     options: list[dict[tuple[Mode, bool], Option]] = [{} for _ in entries]
-    in_run: list[dict[InRun, Option]] = [{} for _ in entries]
-    halved: list[dict[Mode, Option]] = [{} for _ in entries]  # of nodes that get both halves of the channels
     for traced in traces:
         numbers, forward = traced.number_states(stored), {unit: span for unit, *span, _ in traced.phases("forward")}
-        for k, option, context in _build_options(traced, numbers, kept_states, stored_work, coupled):
+        for k, option, context in _build_options(traced, numbers, kept_states, stored_work):
             if not entries[k].can_drop:  # steps that drop something hold on to arguments that it makes, such as masks
                 shown = options[k].get((Mode.STORE, False), option)
                 options[k][Mode.STORE, False] = max(shown, option, key=attrgetter("kept_bytes"))
-            elif option.mode.inverts or not context.in_run.halved:
-                options[k].setdefault((option.mode, context.begins_run), option)
+                continue
+            place = option.mode, context.begins_run
             if option.mode.inverts and entries[k].kind == "layer":
                 not_kept = {numbers[storage] for storage in numbers.keys() - context.preceding}.intersection(beside[k])
                 counted = option.forward_bytes + sum(sizes_of_states[number] for number in not_kept)
-                freed_bytes = counted - traced.peak(forward[k], context.preceding)
-                option = replace(option, in_run=context.in_run, freed_bytes=freed_bytes)
-                shown = in_run[k].get(context.in_run, option)  # a longer run takes a few bytes more
-                in_run[k][context.in_run] = max(shown, option, key=attrgetter("backward_bytes"))
-            elif context.in_run.halved:
-                halved[k].setdefault(option.mode, replace(option, in_run=context.in_run))
+                option = replace(option, freed_bytes=counted - traced.peak(forward[k], context.preceding))
+                if place in options[k]:
+                    options[k][place] = _take_more(options[k][place], option)
+            options[k].setdefault(place, option)
     pairs = [_number(pair, states) for pair in stored.pairs]
     inputs = [_number(given, states) for given in stored.inputs]
-    in_runs = [(*_complete(layer), *node.values()) for layer, node in zip(in_run, halved, strict=True)]
     return Problem(
-        units=tuple(map(_build_unit, entries, options, pairs[:-1], inputs, beside, in_runs, coupled)),
+        units=tuple(map(_build_unit, entries, options, pairs[:-1], inputs, beside)),
         sizes=sizes_of_states,
         fixed_bytes=sum(sizes.get(storage, 0) for storage in stored.fixed) + other_bytes,
         loss_bytes=_loss_peak(stored),
@@ -97,43 +89,18 @@ def _build_unit(
     pair: tuple[int, ...],
     inputs: tuple[int, ...],
     beside: tuple[int, ...],
-    in_runs: tuple[Option, ...],
-    coupled: int | None,
 ) -> Unit:
     first = options.pop((Mode.INVERT, True), None)
     if first is not None:
         options.setdefault((Mode.INVERT, False), first)
-    return Unit(entry.name, pair, inputs, tuple(options.values()), first, beside, in_runs, coupled)
+    return Unit(entry.name, pair, inputs, tuple(options.values()), first, beside)
 
 
-def _list_coupled(entries: Sequence[LayoutEntry], layout: Sequence[LayoutEntry]) -> list[int | None]:
-    """Return for every layer the index of the coupled one that it is, or that follows behind layers of single channels."""
-    index = {entry.name: k for k, entry in enumerate(entries)}
-    reached, coupled = list[int | None]([None] * len(entries)), None
-    for entry in reversed(layout):
-        if entry.kind == "split":  # between layers it does nothing, and a step behind it is not coupled
-            continue
-        if is_coupled(entry.module) and entry.can_invert:
-            coupled = index[entry.name]
-        elif not is_channelwise(entry.module) or (entry.is_unit and not entry.can_invert):
-            coupled = None
-        if entry.kind == "layer":
-            reached[index[entry.name]] = coupled
-    return reached
-
-
-def _complete(in_run: dict[InRun, Option]) -> tuple[Option, ...]:
-    """Return the options of an inverted layer at every place, where no schedule has shown it the nearest that takes most."""
-
-    def find(place: InRun) -> Option:
-        def rate(other: InRun) -> tuple[int, int]:
-            agreement = 4 * (place.halved == other.halved) + 2 * (place.ends == other.ends) + (place.begins == other.begins)
-            return agreement, max(in_run[other].backward_bytes)
-
-        return replace(in_run[max(in_run, key=rate)], in_run=place)
-
-    places = [InRun(*place) for place in product((False, True), repeat=3)] if in_run else []
-    return tuple(in_run.get(place) or find(place) for place in places)
+def _take_more(one: Option, other: Option) -> Option:
+    """Return an inverted layer that takes what either of two takes at most."""
+    larger = max(one, other, key=lambda option: max(option.backward_bytes))
+    forward_bytes, freed_bytes = max(one.forward_bytes, other.forward_bytes), min(one.freed_bytes, other.freed_bytes)
+    return replace(larger, forward_bytes=forward_bytes, freed_bytes=freed_bytes)
 
 
 def _build_options(
@@ -141,17 +108,16 @@ def _build_options(
     numbers: Mapping[int, int],
     kept_states: Mapping[Mode, Sequence[tuple[int, ...]]],
     stored_work: Sequence[tuple[int, int]],
-    coupled: Sequence[int | None],
 ) -> Iterator[tuple[int, Option, "_Context"]]:
     """Yield for every unit its index, its option in this trace, and what precedes it there."""
     kept, work, forward, left = _kept_storages(traced), _count_work(traced), _forward_peaks(traced), _left_storages(traced)
     backward = {unit: span for unit, *span, _ in traced.phases("backward")}
-    for k, context in enumerate(_list_contexts(traced, numbers, kept_states, coupled)):
+    for k, context in enumerate(_list_contexts(traced, numbers, kept_states)):
         peaks = context.tabulate(partial(traced.peak, backward[k]) if k in backward else lambda without: 0)
         flops, made_bytes = (max(0, value - stored) for value, stored in zip(work[k], stored_work[k], strict=True))
         held = _number(context.held, numbers)
         option = Option(traced.modes[k], sum(kept[k].values()), held, forward[k], peaks, flops, made_bytes)
-        yield k, replace(option, leaves_halves=context.leaves_halves, left_bytes=sum(left[k].values())), context
+        yield k, replace(option, left_bytes=sum(left[k].values())), context
 
 
 @dataclass(frozen=True)
@@ -159,16 +125,14 @@ class _Context:
     """What surrounds a unit in a trace.
 
     Args:
-        in_run: where it is in a run of inverted units.
-        leaves_halves: whether the next unit gets the state in halves.
+        begins_run: whether it begins a run of inverted units.
         preceding: storages that the preceding units keep, and fixed ones.
         held: storages of the states that the unit itself keeps.
         others: storages that do not count in its backward, whatever the preceding units keep of its inputs.
         inputs: storages of each of its inputs.
     """
 
-    in_run: InRun
-    leaves_halves: bool
+    begins_run: bool
     preceding: set[int]
     held: set[int]
     others: set[int]
@@ -185,28 +149,17 @@ class _Context:
 
         return tabulate(len(self.inputs), compute)
 
-    @property
-    def begins_run(self) -> bool:
-        """Whether it begins a run of inverted units."""
-        return self.in_run.begins
-
 
 def _list_contexts(
     traced: Trace,
     numbers: Mapping[int, int],
     kept_states: Mapping[Mode, Sequence[tuple[int, ...]]],
-    coupled: Sequence[int | None] = (),
 ) -> Iterator[_Context]:
     """Yield the context of every unit."""
     storages: dict[int, set[int]] = {}
     for storage, number in numbers.items():
         storages.setdefault(number, set()).add(storage)
     kept = _kept_storages(traced)
-    halved = [*(len(given) > len(_number(given, numbers)) for given in traced.inputs), False]
-    for k, reached in enumerate(coupled):
-        begins = traced.modes[max(k - 1, 0) : k + 1] != [Mode.INVERT] * 2
-        if reached is not None and begins and set(traced.modes[k : reached + 1]) == {Mode.INVERT}:
-            halved[k] = True
     held_before, own, run = set[int](), set[int](traced.fixed), 0  # states and other storages kept by the preceding units
     for k, mode in enumerate(traced.modes):
         given = [storages[number] for number in _number(traced.inputs[k], numbers)]
@@ -215,9 +168,7 @@ def _list_contexts(
             held_before |= traced.pairs[k]
             run = 0
         others = own | held_before - (traced.inputs[k] if mode.inverts else held)
-        following = traced.modes[k + 1 : k + 2] == [Mode.INVERT]
-        place = InRun(mode.inverts and run == 0, mode.inverts and not following, halved[k])
-        yield _Context(place, halved[k + 1], own | held_before, held, others, given)
+        yield _Context(mode.inverts and run == 0, own | held_before, held, others, given)
         own |= kept[k].keys()
         held_before |= held
         run = run + 1 if mode.inverts else 0

@@ -13,14 +13,7 @@ from revzoo.format import format_bytes
 from revzoo.planning.budget import free_bytes, parse_budget
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.inversion_limit import measure_inversion_limit, predict_inversion_limit
-from revzoo.planning.profiling.timing import (
-    Timing,
-    estimate_timing,
-    measure_timing,
-    measure_workspace,
-    memory_errors,
-    price_by_time,
-)
+from revzoo.planning.profiling.timing import Timing, measure_timing, measure_workspace, memory_errors, price_by_time
 from revzoo.planning.profiling.trace import LossFunction
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.planning.solvers.problem import Problem, reprice
@@ -72,7 +65,6 @@ def profile(
     *,
     loss: LossFunction | None = None,
     run: bool = True,
-    estimate: bool = False,
     other_bytes: int = 0,
     budget: str | int | None = None,
 ) -> Profile:
@@ -89,7 +81,6 @@ def profile(
         optimizer: its state is part of every peak, at full size even before the first optimizer step. Its update is counted.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         run: False measures no seconds. Whether steps can be inverted is still checked, on a few examples.
-        estimate: time only the minimum-memory schedule, and assume that every mode but storing costs one extra forward.
         other_bytes: other memory that is alive during the whole training step, such as averaged weights.
         budget: no training step that takes more is timed, as for `revzoo.solve`; None is what is free.
     Raises:
@@ -123,8 +114,11 @@ def profile(
             workspace, more = _measure_workspace(model, batch, memory, loss)
             memory = replace(memory, fixed_bytes=memory.fixed_bytes + workspace)
             notes += more
-            timing, more = _measure_or_estimate(model, batch, memory, loss, estimate, allowance)
-            notes += more
+            try:
+                with memory_errors():
+                    timing = measure_timing(model, batch, memory, allowance, loss)
+            except MemoryError:
+                notes.append("No step with stored units fits the memory: costs are counted FLOPs and bytes instead of seconds.")
     setting, model_bytes = read_setting(model, batch), count_model_bytes(model)
     return Profile(memory, timing, setting, model_bytes, other_bytes, tuple(notes), taken.update, workspace)
 
@@ -140,24 +134,6 @@ def _measure_workspace(model: nn.Module, batch: Any, memory: Problem, loss: Loss
     if not workspace:
         return 0, []
     return workspace, [f"{format_bytes(workspace)} of every peak are workspaces of kernels on this device, as measured."]
-
-
-def _measure_or_estimate(
-    model: nn.Module, batch: Any, memory: Problem, loss: LossFunction | None, estimate: bool, allowance: int
-) -> tuple[Timing | None, list[str]]:
-    """Return the best timing whose training steps take no more than the allowance, and notes about it."""
-    notes = ["Every mode but storing is assumed to cost one extra forward of the unit."]
-    if not estimate:
-        try:
-            with memory_errors():
-                return measure_timing(model, batch, memory, allowance, loss), []
-        except MemoryError:
-            notes = ["No step with stored units fits the memory: every other mode is assumed to cost one extra forward."]
-    try:
-        with memory_errors():
-            return estimate_timing(model, batch, memory, allowance, loss), notes
-    except MemoryError:
-        return None, ["No step fits the memory: costs are counted FLOPs and bytes instead of seconds."]
 
 
 def _find_allowance(model: nn.Module, budget: str | int | None) -> int:

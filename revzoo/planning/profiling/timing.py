@@ -25,7 +25,6 @@ from revzoo.planning.profiling.hooks import StepHooks, assign_schedule, list_uni
 from revzoo.planning.profiling.trace import LossFunction, compute_loss
 from revzoo.planning.solvers.problem import Problem, Unit, reprice
 from revzoo.planning.solvers.schedule import peak
-from revzoo.planning.solvers.timeline import minimize_peak
 from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import LookaheadOption
@@ -49,7 +48,6 @@ class Timing:
             step that begins a run of inverted steps.
         spread: by how much of itself a time differs if it is measured again: the standard error of the medians.
         runs: number of training steps that were run.
-        backward_seconds: of each unit when stored, without any recovery.
     """
 
     step_seconds: float
@@ -57,7 +55,6 @@ class Timing:
     extra: tuple[dict[str, int], ...]
     spread: float
     runs: int
-    backward_seconds: tuple[float, ...] = ()
 
 
 def measure_step_seconds(
@@ -103,7 +100,6 @@ def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: in
     groups = [_work_key(entry, unit) for entry, unit in zip(entries, problem.units, strict=True)]
     samples: dict[tuple[Any, str], list[float]] = defaultdict(list)
     forwards: dict[Any, list[float]] = defaultdict(list)
-    backwards: dict[Any, list[float]] = defaultdict(list)
     rest: list[float] = []
     rng, runs = random.Random(0), 0
     with preserve_schedules(model):
@@ -116,7 +112,6 @@ def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: in
                     samples[groups[k], variant].append(forward[k] + backward[k])
                     if variant == Mode.STORE:
                         forwards[groups[k]].append(forward[k])
-                        backwards[groups[k]].append(backward[k])
                 rest.append(total - sum(forward) - sum(backward))
                 runs += 1
     seconds = {
@@ -129,46 +124,7 @@ def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: in
         extra=tuple(_extra_over_store(seconds[group]) for group in groups),
         spread=combine_spreads([*map(find_median, samples.values())]),
         runs=runs,
-        backward_seconds=tuple(statistics.median(backwards[group]) for group in groups),
     )
-
-
-def estimate_timing(model: nn.Module, batch: Any, problem: Problem, allowance: int, loss: LossFunction | None = None) -> Timing:
-    """Time only the minimum-memory schedule; assume every other mode costs one extra forward pass of the unit.
-
-    Cheap, and needs the least memory. `selective` and `recompute` cost less in truth, so the plan may not be the fastest.
-
-    Args: as for `measure_timing`.
-    Raises:
-        MemoryError: the training step does not fit the allowance, or ran out of memory.
-    Source: Jiang et al. 2020, who find that inverting costs one more forward.
-    """
-    smallest, modes = minimize_peak(problem)
-    if smallest > allowance:
-        raise MemoryError("no training step fits")
-    groups = [_work_key(entry, unit) for entry, unit in zip(list_units(model), problem.units, strict=True)]
-    forwards: dict[Any, list[float]] = defaultdict(list)
-    totals: list[float] = []
-    with preserve_schedules(model):
-        _time_step(model, batch, modes, loss)  # a warm-up
-        for _ in repeat(_RUNS, lambda: find_median(totals).spread):
-            total, forward, _ = _time_step(model, batch, modes, loss)
-            totals.append(total)
-            for group, seconds in zip(groups, forward, strict=True):
-                forwards[group].append(seconds)
-    medians = tuple(statistics.median(forwards[group]) for group in groups)
-    recomputed = sum(seconds for seconds, mode in zip(medians, modes, strict=True) if mode.drops)
-    return Timing(
-        step_seconds=statistics.median(totals) - recomputed,
-        forward_seconds=medians,
-        extra=tuple(_extra_of_a_forward(seconds) for seconds in medians),
-        spread=find_median(totals).spread,
-        runs=len(totals),
-    )
-
-
-def _extra_of_a_forward(seconds: float) -> dict[str, int]:
-    return {Mode.STORE: 0, **dict.fromkeys((*MODES[1:], "first"), round(seconds * 1e9))}
 
 
 def price_by_time(problem: Problem, timing: Timing) -> Problem:

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from revzoo.planning.solvers.problem import Option, Problem, Unit
-from revzoo.planning.solvers.schedule import Edge, Place
-from revzoo.planning.solvers.search_states import ABOVE_ALL, Layer, need_at_the_end
+from revzoo.planning.solvers.schedule import Edge, Place, loss_need_bytes
+from revzoo.planning.solvers.search_states import Layer
 
 _SLOPES = 256  # of each of two kinds: those of the units' own modes, and a geometric grid beside them
 _BEYOND = 16  # the grid reaches this factor further, for modes that also change what other units keep
@@ -45,7 +45,7 @@ class LowerBound:
 
     def __init__(self, problem: Problem, layers: Sequence[Layer], budget: int):
         self._layers, self._room = layers, budget - problem.fixed_bytes
-        self._needs = {place: need_at_the_end(problem, place) for place in layers[-1]}
+        self._needs = {place: loss_need_bytes(problem, place.held) for place in layers[-1]}
         self._slopes = _choose_slopes(problem)
         self.cost = self._measure()
         """What every schedule costs at least."""
@@ -71,11 +71,10 @@ class LowerBound:
     def _list_ends(self) -> Iterator[tuple[float, int, Place]]:
         """Yield the bound on all schedules that end in a search state, the slope of which it is, and the search state."""
         for place, need in self._needs.items():
-            if need < ABOVE_ALL:
-                cut = self._slopes * (self._room - need)
-                bounds = self._tangents[-1][place] - cut * (1 + _ROUNDING)
-                best = int(bounds.argmax())
-                yield float(bounds[best]), best, place
+            cut = self._slopes * (self._room - need)
+            bounds = self._tangents[-1][place] - cut * (1 + _ROUNDING)
+            best = int(bounds.argmax())
+            yield float(bounds[best]), best, place
 
     def _refine_slopes(self) -> _Floats:
         """Return the slopes, with more of them beside those that the bound on all schedules comes from."""

@@ -12,7 +12,7 @@ A schedule gives each unit one of its modes; what it takes is in `schedule.py`.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 from revzoo.runtime.mode import Mode
 
@@ -42,20 +42,6 @@ class _LazyTable(Sequence[int]):
         return self._compute(range(self._length)[index])
 
 
-class InRun(NamedTuple):
-    """Where an inverted layer is in its run of inverted units.
-
-    Args:
-        begins: whether it is the first.
-        ends: whether it is the last, whose output is kept.
-        halved: whether its input is in two halves of the channels. Of a node behind a run, only this is given.
-    """
-
-    begins: bool
-    ends: bool
-    halved: bool
-
-
 @dataclass(frozen=True)
 class Option:
     """One unit in one mode.
@@ -69,8 +55,6 @@ class Option:
             inputs: bit j of the index says that a preceding unit keeps `inputs[j]`, which is then not counted (`tabulate`).
         cost: extra work over storing [nanoseconds or FLOPs], at least 0.
         made_bytes: bytes allocated in backward beyond those that storing allocates there.
-        in_run: where an inverted layer is in its run, or that a node behind a run gets halves; None of everything else.
-        leaves_halves: whether an inverted layer leaves its output in halves to the next layer of its run.
         freed_bytes: by how much its forward takes less because it frees its input, unless a preceding unit keeps that.
         left_bytes: alive from its forward to the end of all forwards, and not kept: casts of its weights under autocast.
     """
@@ -82,8 +66,6 @@ class Option:
     backward_bytes: Sequence[int]
     cost: int
     made_bytes: int = 0
-    in_run: InRun | None = None
-    leaves_halves: bool = False
     freed_bytes: int = 0
     left_bytes: int = 0
 
@@ -99,8 +81,6 @@ class Unit:
         options: its modes, one option each. The option of `invert` is the one inside a run of inverted steps.
         first: the option of `invert` for a step that begins a run; None if this unit cannot begin one.
         beside: states alive while its forward runs, whatever the schedule: the pair, and what a chain was called with.
-        in_runs: of a layer, the options of `invert` that take the place of those two; of a node, those for an input in halves.
-        coupled: of a layer, the index of the coupled one that it hands halves to if both are in the run that it begins.
     """
 
     name: str
@@ -109,8 +89,6 @@ class Unit:
     options: tuple[Option, ...]
     first: Option | None = None
     beside: tuple[int, ...] = ()
-    in_runs: tuple[Option, ...] = ()
-    coupled: int | None = None
 
 
 @dataclass(frozen=True)
@@ -163,10 +141,6 @@ def reprice(problem: Problem, price: Callable[[int, str, Option], int]) -> Probl
     def reprice_unit(k: int, unit: Unit) -> Unit:
         options = tuple(replace(option, cost=price(k, option.mode, option)) for option in unit.options)
         first = None if unit.first is None else replace(unit.first, cost=price(k, "first", unit.first))
-        in_runs = tuple(
-            replace(option, cost=price(k, "first" if cast(InRun, option.in_run).begins else option.mode, option))
-            for option in unit.in_runs
-        )
-        return replace(unit, options=options, first=first, in_runs=in_runs)
+        return replace(unit, options=options, first=first)
 
     return replace(problem, units=tuple(reprice_unit(k, unit) for k, unit in enumerate(problem.units)))

@@ -6,9 +6,9 @@ A schedule gives each unit one of its modes. An `Edge` is one unit in one mode, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
-from revzoo.planning.solvers.problem import InRun, Option, Problem, Unit
+from revzoo.planning.solvers.problem import Problem
 from revzoo.runtime.mode import Mode
 
 
@@ -33,16 +33,10 @@ class Place(NamedTuple):
     Args:
         run: length of the run of inverted steps that ends before it.
         held: states kept by the preceding units.
-        goes_on: after an inverted layer, whether the next unit is inverted too; None if it may be or not.
-        halved: whether the state in the run is in two halves.
-        coupled: the layer because of which it is in halves, or because of which the run has to end if it is not.
     """
 
     run: int = 0
     held: frozenset[int] = frozenset()
-    goes_on: bool | None = None
-    halved: bool = False
-    coupled: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,14 +68,16 @@ class Edge:
 
 
 def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
-    """Yield an edge for each mode that unit k can have; two for an inverted layer that may be the last of its run.
+    """Yield an edge for each mode that unit k can have.
 
     Args:
         k: index of the unit.
         before: the place before it.
     """
     unit, run, held = problem.units[k], before.run, before.held
-    for option, goes_on in _list_options(unit, k, before):
+    for option in (unit.first if option.mode.inverts and not run else option for option in unit.options):
+        if option is None:
+            continue
         inverted = option.mode.inverts
         closed = unit.pair if run and not inverted else ()  # the run ends before this unit and keeps its pair
         closed_bytes, held_before = problem.bytes_of(closed, held), held.union(closed)
@@ -96,44 +92,8 @@ def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
             backward_bytes=closed_bytes + option.backward_bytes[known],
             kept_bytes=closed_bytes + option.kept_bytes + problem.bytes_of(option.kept_states, held_before),
             left_bytes=option.left_bytes,
-            after=Place(
-                run=run + 1 if inverted else 0,
-                held=held_before.union(option.kept_states),
-                goes_on=goes_on,
-                halved=option.leaves_halves,
-                coupled=_find_coupled(unit, k, before) if goes_on else None,
-            ),
+            after=Place(run + 1 if inverted else 0, held_before.union(option.kept_states)),
         )
-
-
-def _list_options(unit: Unit, k: int, before: Place) -> Iterator[tuple[Option, bool | None]]:
-    """Yield the options that unit k has at a place, and whether the next unit is then inverted too."""
-    for option in unit.options:
-        inverted = option.mode.inverts
-        if before.goes_on is not None and before.goes_on != inverted:
-            continue
-        if not inverted:
-            choices = (each for each in unit.in_runs if before.halved and each.mode == option.mode)
-            yield next(choices, option), None
-        elif unit.in_runs:
-            coupled = _find_coupled(unit, k, before)
-            for choice in unit.in_runs:
-                begins, ends, halved = cast(InRun, choice.in_run)
-                fits = halved == before.halved if before.run else halved == (unit.coupled is not None) or coupled is not None
-                if begins != (before.run == 0) or not fits:
-                    continue
-                if coupled is None or (not ends if halved else ends or k + 1 < coupled):
-                    yield choice, not ends
-        elif before.run:
-            yield option, None
-        elif unit.first is not None:
-            yield unit.first, None
-
-
-def _find_coupled(unit: Unit, k: int, before: Place) -> int | None:
-    """Return the layer behind unit k that decides whether the states of its run are in halves until there, if there is one."""
-    coupled = before.coupled if before.run else unit.coupled
-    return coupled if coupled is not None and coupled > k else None
 
 
 def loss_need_bytes(problem: Problem, held: frozenset[int]) -> int:
@@ -145,16 +105,9 @@ def follow_schedule(problem: Problem, modes: Sequence[str]) -> Iterator[Edge]:
     """Yield the edges of a schedule, in the order of forward. Raises as `peak` does."""
     if len(modes) != len(problem.units):
         raise ValueError(f"A schedule has one mode per unit: {len(problem.units)}. Received: {len(modes)}.")
-    modes = list(modes)
     place = Place()
     for k, (unit, mode) in enumerate(zip(problem.units, modes, strict=True)):
-        goes_on = modes[k + 1 : k + 2] == [Mode.INVERT]
-        edges: dict[str, Edge] = {
-            edge.mode: edge
-            for edge in list_edges(problem, k, place)
-            if edge.after.goes_on in (None, goes_on)
-            and (edge.after.coupled is None or edge.after.halved == ({*modes[k : edge.after.coupled + 1]} == {Mode.INVERT}))
-        }
+        edges: dict[str, Edge] = {edge.mode: edge for edge in list_edges(problem, k, place)}
         if mode not in edges:
             raise ValueError(f"Unit {unit.name!r} has the modes {', '.join(edges)} here. Received: {mode!r}.")
         yield edges[mode]

@@ -1,14 +1,13 @@
 """The search states that schedules can reach within a budget: before each unit, and after the last one.
 
 A *search state* is all that a unit and the following ones must know of those before it: the length of the run of inverted steps
-that ends there, and the states (tensors) that the preceding units keep; after an inverted layer, whether the run goes on, and
-in halves.
+that ends there, and the states (tensors) that the preceding units keep.
 """
 
 from dataclasses import dataclass, field
 
 from revzoo.planning.solvers.problem import Problem
-from revzoo.planning.solvers.schedule import Edge, Place, list_edges, loss_need_bytes
+from revzoo.planning.solvers.schedule import Edge, Place, list_edges
 
 ABOVE_ALL = 1 << 62  # a budget or cost above all
 
@@ -59,8 +58,3 @@ def _find_last_uses(problem: Problem) -> dict[int, int]:
         kept_states = (option.kept_states for option in unit.options)
         last_use.update(dict.fromkeys((*unit.pair, *unit.beside, *unit.inputs, *(s for kept in kept_states for s in kept)), k))
     return last_use | dict.fromkeys(problem.pair_after, len(problem.units))
-
-
-def need_at_the_end(problem: Problem, place: Place) -> int:
-    """Return what the loss needs at a search state after the last unit; above all where a schedule cannot end there."""
-    return ABOVE_ALL + 1 if place.goes_on else loss_need_bytes(problem, place.held)

@@ -40,8 +40,8 @@ from numpy.typing import NDArray
 
 from revzoo.planning.solvers.lower_bound import LowerBound
 from revzoo.planning.solvers.problem import Option, Problem
-from revzoo.planning.solvers.schedule import Place, cost, peak
-from revzoo.planning.solvers.search_states import ABOVE_ALL, Layer, Node, need_at_the_end, reach_search_states
+from revzoo.planning.solvers.schedule import Place, cost, loss_need_bytes, peak
+from revzoo.planning.solvers.search_states import ABOVE_ALL, Layer, Node, reach_search_states
 from revzoo.runtime.mode import Mode
 
 _Partials = NDArray[np.int64]  # partial solutions, one per column; by rising bytes and falling cost
@@ -106,7 +106,6 @@ def _keep_what_is_left(problem: Problem) -> Problem:
             unit,
             options=tuple(map(keep, unit.options)),
             first=None if unit.first is None else keep(unit.first),
-            in_runs=tuple(map(keep, unit.in_runs)),
         )
         for unit in problem.units
     )
@@ -141,7 +140,7 @@ def minimize_peak(problem: Problem) -> tuple[int, list[Mode]]:
 
 def _minimize_if_nothing_is_left(problem: Problem) -> tuple[int, list[Mode]]:
     layers = reach_search_states(problem, ABOVE_ALL)
-    rest = {place: need_at_the_end(problem, place) for place in layers[-1]}
+    rest = {place: loss_need_bytes(problem, place.held) for place in layers[-1]}
     for layer in reversed(layers[:-1]):
         rest = {
             state: min((max(edge.need_bytes, edge.kept_bytes + rest[to]) for edge, to in node.edges), default=ABOVE_ALL)
@@ -198,7 +197,10 @@ def _search(
     Raises: _TooManyError: there are more than `most`, and `each` is None.
     """
     partials = [
-        {place: _end_partial(need_at_the_end(problem, place), budget - node.min_bytes) for place, node in layers[-1].items()}
+        {
+            place: _end_partial(loss_need_bytes(problem, place.held), budget - node.min_bytes)
+            for place, node in layers[-1].items()
+        }
     ]
     kept = 0
     for k in reversed(range(len(problem.units))):
