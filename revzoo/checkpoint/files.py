@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from yaml import YAMLError
 
 from revzoo.checkpoint.facts import collect_facts, restore_facts
-from revzoo.checkpoint.slices import find_own_slice, find_row_orders, get_own_part
+from revzoo.checkpoint.slices import find_own_slice, get_own_part
 from revzoo.checkpoint.writing import SHARD_BYTES, write_weights
 from revzoo.errors import CheckpointError, SpecError, join_names
 from revzoo.sharded import is_sharded
@@ -52,7 +52,7 @@ def save_weights(
     facts = {**describe_spec(cast(Spec, model.spec)), **collect_facts(model), **(metadata or {})}
     tied = _find_tied(model)
     tensors = {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
-    write_weights(Path(path), tensors, facts, shard_bytes, find_row_orders(model))
+    write_weights(Path(path), tensors, facts, shard_bytes)
 
 
 def describe_spec(spec: Spec) -> dict[str, str]:
@@ -106,9 +106,9 @@ def load_weights(model: nn.Module, path: str | Path, *, original: nn.Module | No
     if metadata.get("revzoo.digest", spec.digest) != spec.digest:
         differing = join_names(compare_specs(metadata.get("revzoo.spec", ""), spec))
         warnings.warn(f"{path} fits {spec.name}, but was saved from another spec. Differing: {differing}.", stacklevel=2)
-    state, orders = model.state_dict(), find_row_orders(model)
+    state = model.state_dict()
     own = {key: tensor for key, tensor in state.items() if key in own and tensor.shape == own[key].shape}
-    read = {key: tensors[key][find_own_slice(t, orders.get(key))] if is_sharded(t) else tensors[key] for key, t in own.items()}
+    read = {key: tensors[key][find_own_slice(t)] if is_sharded(t) else tensors[key] for key, t in own.items()}
     if damaged := find_not_finite(read):
         warnings.warn(f"{path} holds infinities or NaN in {len(damaged)} tensors: {join_names(damaged, most=4)}.", stacklevel=2)
     if any(map(is_sharded, own.values())):

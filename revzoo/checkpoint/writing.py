@@ -9,14 +9,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from revzoo.checkpoint.slices import RowOrder, gather_whole
+from revzoo.checkpoint.slices import gather_whole
 from revzoo.file import write_atomically, write_text
 from revzoo.sharded import is_sharded
 from revzoo.spec.names import INDEX_SUFFIX
@@ -31,13 +30,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str,
     write_atomically(path, lambda partial: save_file(tensors, partial, metadata=facts))
 
 
-def write_weights(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str],
-    shard_bytes: int,
-    orders: Mapping[str, RowOrder] = MappingProxyType({}),
-) -> None:
+def write_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], shard_bytes: int) -> None:
     """Write tensors to a safetensors file; if they are more than `shard_bytes`, to several, and an index that names them.
 
     For NAME.safetensors the files are NAME-00001-of-00003.safetensors and so on, the index NAME.safetensors.index.json. What
@@ -49,7 +42,6 @@ def write_weights(
         tensors: by name, on any device, divided over processes or not.
         metadata: strings to store in every file.
         shard_bytes: most bytes of tensors in a file; a larger tensor has a file of its own.
-        orders: of the tensors whose rows have been dealt out, by name; they are written in the ordinary order.
     Raises:
         Exception: writing failed; every process raises what the first one did.
     """
@@ -59,7 +51,7 @@ def write_weights(
     for name, keys in zip(names, groups, strict=True):
         whole = dict[str, Tensor]()
         for key in keys:
-            tensor = gather_whole(tensors[key], orders.get(key))
+            tensor = gather_whole(tensors[key])
             if not sharded or dist.get_rank() == 0:
                 whole[key] = tensor.cpu().contiguous()
         call_once(partial(write_tensors, path.with_name(name), whole, metadata), tensors.values())

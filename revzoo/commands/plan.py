@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SUMMARY = "Find the fastest mix of modes that fits a memory budget."
 
 _LOOKAHEADS: dict[str, "LookaheadOption"] = {"0": 0, "1": 1, "auto": "auto"}
-_OF_RANKS = ("--shard", "--nodes", "--offload", "--tensor-parallel")
+_OF_RANKS = ("--shard", "--nodes", "--offload")
 _OF_RUNNING = ("--device", "--estimate", "--lookahead")
 _OF_THE_ZOO = (*_OF_RUNNING, "--dtype", "--meta", "--loss", "--accumulate", "--ranks", *_OF_RANKS)
 _DEFAULTS = {"--dtype": "float32", "--lookahead": "0"}  # of those that have one
@@ -82,7 +82,6 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "--offload", action="store_true", help="the ranks keep shards, gradients and optimizer state on the host"
     )
-    parser.add_argument("--tensor-parallel", type=int, metavar="N", help="ranks that divide each layer (default: 1)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="save the plan")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw memory over time, the schedule and other budgets")
     parser.add_argument("--json", action="store_true", help="print everything, and the data of --plot, as JSON instead")
@@ -219,7 +218,6 @@ def _plan_ranks(arguments: argparse.Namespace, model: "Model") -> "Plan":
                 arguments.shard or "full",
                 1 if arguments.nodes is None else arguments.nodes,
                 arguments.offload,
-                1 if arguments.tensor_parallel is None else arguments.tensor_parallel,
             ),
             solver=arguments.solver,
             optimizer=create_optimizer(arguments.optimizer, model),

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from revzoo.checkpoint.slices import RowOrder, copy_whole_, find_row_orders
+from revzoo.checkpoint.slices import copy_whole_
 from revzoo.errors import InputError, join_names
 
 _MOST_FREE_BYTES = 16 * 10**6  # that may wait until they are given back to the system
@@ -50,7 +50,7 @@ def materialize_(
     """Give a model on the meta device the values that `build` draws, to the bit; each process keeps only its own part.
 
     Args:
-        model: sharded by `fully_shard` or `parallelize_module`, or whole; of the dtype that is wanted.
+        model: sharded by `fully_shard`, or whole; of the dtype that is wanted.
         build: makes the same network in PyTorch's default dtype and on its default device. It is called twice: for the names on
             the meta device, and for the values on the CPU, whose generator is used (`torch.manual_seed`) and left as after
             `build()`.
@@ -65,8 +65,7 @@ def materialize_(
     keys = dict(model.named_parameters(remove_duplicate=False))
     if unknown := sorted(keys.keys() - {name for each in names for name in each}):
         raise InputError(f"build makes a network without {join_names(unknown)}. Return the network that was sharded.")
-    orders = find_row_orders(model)
-    with _CPU, _SliceKeeper([[(keys[name], orders.get(name)) for name in each if name in keys] for each in names]) as keeper:
+    with _CPU, _SliceKeeper([[keys[name] for name in each if name in keys] for each in names]) as keeper:
         whole = build()
     keeper.finish()
     if keeper.spoilt:
@@ -110,10 +109,10 @@ class _SliceKeeper(TorchDispatchMode):
     """While a network is built: copies of every parameter the slices that are wanted, and holds one parameter at a time.
 
     Args:
-        targets: for every parameter in the order of registration, the tensors that get its values, and how its rows are dealt.
+        targets: for every parameter in the order of registration, the tensors that get its values.
     """
 
-    def __init__(self, targets: Sequence[Sequence[tuple[Tensor, RowOrder | None]]]):
+    def __init__(self, targets: Sequence[Sequence[Tensor]]):
         super().__init__()
         self._targets = targets
         self._parameters = list[nn.Parameter]()
@@ -171,8 +170,8 @@ class _SliceKeeper(TorchDispatchMode):
         parameter = self._parameters[number]
         if number in self._refilled:
             (self.spoilt.add if parameter.sum().isnan() else self.spoilt.discard)(number)
-        for target, order in self._targets[number]:
-            copy_whole_(target, parameter, order)
+        for target in self._targets[number]:
+            copy_whole_(target, parameter)
         parameter.untyped_storage().resize_(0)
         self._freed_bytes += self._sizes[number]
         if self._freed_bytes > _MOST_FREE_BYTES:

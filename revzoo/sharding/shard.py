@@ -17,8 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from revzoo.model.network import Model
-from revzoo.sharding.mesh import leave_out_tensor, read_sizes
-from revzoo.sharding.tensor_parallel import divide_layers_
 
 Precision = Literal["no", "bf16", "fp16"]
 
@@ -55,15 +53,12 @@ def shard_(model: Model, mesh: DeviceMesh, *, precision: Precision = "no", offlo
             gathered as they are: autocast rounds what it must, and norms see the weights that they see in one process.
         offload: keep shards, their gradients and with them the optimizer's state on the host.
     """
-    if "tensor" in read_sizes(mesh):
-        divide_layers_(model, mesh["tensor"])
-    data = leave_out_tensor(mesh)
     host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for unit in list_units(model):
-        fully_shard(unit, mesh=data, offload_policy=host, reshard_after_forward=True)
+        fully_shard(unit, mesh=mesh, offload_policy=host, reshard_after_forward=True)
     policy = MixedPrecisionPolicy(output_dtype=None if precision == "no" else torch.float32)
     # The root is freed after forward too: nobody outside a forward or backward ever meets a gathered parameter.
-    fully_shard(model, mesh=data, offload_policy=host, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, offload_policy=host, mp_policy=policy, reshard_after_forward=True)
     ignore_view_warnings(model)
 
 

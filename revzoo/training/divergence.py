@@ -27,7 +27,7 @@ def add_losses(run: Run, losses: Tensor) -> None:
     Raises:
         DivergedError: one of them is not finite; raised in every process.
     """
-    total = math.fsum(gather_object([losses.item()])) / run.shares.holders
+    total = math.fsum(gather_object([losses.item()]))
     losses.zero_()
     if not math.isfinite(total):
         raise _explain(run, f"The training loss is {total}")

@@ -22,7 +22,6 @@ from revzoo.metric import CHOSEN
 from revzoo.model.compile_steps import compile_steps
 from revzoo.training.captured_step import EAGER_STEPS, CapturedStep
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights
-from revzoo.training.divided_update import clip_gradients_
 from revzoo.training.evaluation import evaluate
 from revzoo.training.in_backward import update_in_backward
 from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
@@ -113,7 +112,7 @@ def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         with _say_when(run):
             losses += train_batch(run, batch, labels, (options.seed, epoch, progress.batch)).detach() * len(batch)
         progress.batch += 1
-        progress.examples += len(batch) * run.shares.count
+        progress.examples += len(batch) * accelerator.num_processes
         if not accelerator.sync_gradients:
             continue
         progress.updates += 1
@@ -147,13 +146,12 @@ def train_batch(run: Run, batch: torch.Tensor, labels: torch.Tensor, key: tuple[
     accelerator, clip_grad = run.accelerator, run.recipe.train.clip_grad
     with accelerator.accumulate(*(() if run.mesh is not None else (run.wrapped,))):
         batch, targets = run.loss.mix(batch, labels, *key)
-        reseed(*key, run.shares.own)
+        reseed(*key, accelerator.process_index)
         if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
             run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
         run.last_loss = run.step(batch, targets)  # which a plan counts until there is a next one
         if accelerator.sync_gradients and clip_grad is not None:
-            clip = accelerator.clip_grad_norm_ if run.mesh is None else clip_gradients_
-            clip(run.wrapped.parameters(), clip_grad)
+            accelerator.clip_grad_norm_(run.wrapped.parameters(), clip_grad)
         run.optimizer.step()
         run.optimizer.zero_grad()
     return run.last_loss
@@ -180,7 +178,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     check_weights(run)
     try:
         batches = stop.watch(run.data.test)
-        scores = evaluate(run.evaluated, batches, accelerator, run.data.label_noun, run.shares.holders)
+        scores = evaluate(run.evaluated, batches, accelerator, run.data.label_noun)
     except StopRequested as caught:
         return caught.signum
     check_test_loss(run, scores.loss)

@@ -68,7 +68,6 @@ def evaluate(
     loader: Iterable[tuple[Tensor, Tensor]],
     accelerator: Accelerator,
     label_noun: str = "images",
-    sharing: int = 1,
 ) -> Scores:
     """Compute the scores of a model on everything a loader yields; labels that are IGNORED do not count.
 
@@ -77,14 +76,13 @@ def evaluate(
         loader: yields (images or ids, labels); prepared by the accelerator.
         accelerator: gathers the scores of all processes.
         label_noun: what one label belongs to, for the scores' text.
-        sharing: how many processes, neighbours in rank, have the same examples.
     """
     training = model.training
     model.eval()
     sums = torch.zeros(2 + len(METRICS), dtype=torch.float64)
     try:
         for batch, labels in loader:
-            sums += _sum_scores(model, batch, labels, accelerator, sharing)
+            sums += _sum_scores(model, batch, labels, accelerator)
     finally:
         model.train(training)
     loss, count, *totals = sums.tolist()
@@ -92,7 +90,7 @@ def evaluate(
     return Scores(metrics, loss / count, int(count), label_noun)
 
 
-def _sum_scores(model: nn.Module, batch: Tensor, labels: Tensor, accelerator: Accelerator, sharing: int) -> Tensor:
+def _sum_scores(model: nn.Module, batch: Tensor, labels: Tensor, accelerator: Accelerator) -> Tensor:
     """Return loss, count and metrics, each summed over a batch of every process."""
     with accelerator.autocast():
         logits = model(batch).float()
@@ -101,7 +99,7 @@ def _sum_scores(model: nn.Module, batch: Tensor, labels: Tensor, accelerator: Ac
     parts = losses.view_as(labels), counted, *(metric.measure(logits, labels) * counted for metric in METRICS)
     # Summed for each example before gathering, because the lengths of batches of texts differ between processes.
     rows = torch.stack([part.double().view(len(labels), -1).sum(1) for part in parts], 1)
-    gathered: Tensor = accelerator.gather(rows).view(-1, sharing, *rows.shape)[:, 0].flatten(0, 1)
+    gathered: Tensor = accelerator.gather(rows)
     state = accelerator.gradient_state  # which knows how many examples fill up the last batch
     remainder = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
     return gathered[:remainder].sum(0).cpu()

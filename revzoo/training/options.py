@@ -193,7 +193,6 @@ class TrainOptions:
         timeout_seconds: how long a process waits for another before it gives up; None: PyTorch's choice, 10 minutes or 30.
         shard: how several processes hold the network: "none", each holds all of it; "full", each holds a share of weights,
             gradients and optimizer state; "hybrid", the same within each node, and every node holds all of it.
-        tensor_parallel: with shard, processes that divide the heads and hidden channels of each layer; 1: none.
         offload: with shard, keep shares on the host between uses: weights, gradients, optimizer state and its update.
     """
 
@@ -215,7 +214,6 @@ class TrainOptions:
     optimizer_in_backward: bool = False
     timeout_seconds: PositiveFloat | None = None
     shard: Shard = "none"
-    tensor_parallel: PositiveInt = 1
     offload: bool = False
 
 

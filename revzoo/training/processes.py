@@ -9,7 +9,7 @@ Accelerate's configuration of FSDP2 means what `train.shard=full` means: its set
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -157,37 +157,14 @@ def make_run_mesh(recipe: Recipe, accelerator: Accelerator, *, begun: bool) -> D
         command = f"torchrun --nproc_per_node N -m zoo_cli train ... train.shard={options.shard}"
         raise recipe.error("train.shard", f"{options.shard!r} without a launcher", f"none, or start {command}")
     nodes = max(1, processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
-    return make_mesh(processes, options.shard, options.tensor_parallel, nodes, accelerator.device.type)
+    return make_mesh(processes, options.shard, nodes, accelerator.device.type)
 
 
 def describe_division(mesh: DeviceMesh) -> str:
     """Return in words over which processes a network is divided."""
     sizes = read_sizes(mesh)
     repeated = f", repeated on {sizes['replicate']} nodes" if "replicate" in sizes else ""
-    tensor = sizes.get("tensor", 1)
-    layers = f", each layer over {tensor} of them" if tensor > 1 else ""
-    return f"divided over {sizes['shard'] * tensor} processes{layers}{repeated}"
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How the processes share each batch.
-
-    Args:
-        count: number of shares.
-        own: number of this process's share, from 0.
-        holders: how many processes, neighbours in rank, have the same share, because they divide each layer.
-    """
-
-    count: int
-    own: int
-    holders: int
-
-    @classmethod
-    def of(cls, accelerator: Accelerator, mesh: DeviceMesh | None) -> "Shares":
-        """Return the shares of the processes of a run; without a mesh each has its own."""
-        holders = 1 if mesh is None else read_sizes(mesh).get("tensor", 1)
-        return cls(accelerator.num_processes // holders, accelerator.process_index // holders, holders)
+    return f"divided over {sizes['shard']} processes{repeated}"
 
 
 T = TypeVar("T")

@@ -132,7 +132,6 @@ def _list_update_rules(get: Callable[[str], Any]) -> list[_Rule]:
         get("memory.lookahead"),
     )
     accumulates, is_fp16 = get("train.accumulate") not in (None, 1), get("train.mixed_precision") == "fp16"
-    splits_layers = get("train.tensor_parallel") not in (None, 1)
     inside, captured = "with train.optimizer_in_backward", "with train.cuda_graph"
     clips, looks_ahead = get("train.clip_grad") is not None, lookahead not in (None, 0)
     alone = "false with train.shard: the processes add up their gradients before an update"
@@ -151,9 +150,7 @@ def _list_update_rules(get: Callable[[str], Any]) -> list[_Rule]:
         (graph and lookahead == "auto", "memory.lookahead", f"0 or 1 {captured}, whose steps cannot be timed"),
         (graph and get("memory.budget") is not None, "memory.budget", f"null {captured}: a graph keeps its memory for itself"),
         (graph and get("coupling") is not None, "coupling", f"null {captured}: a graph has the first coupling"),
-        (splits_layers and not divides, "train.tensor_parallel", f"1 {whole}"),
         (get("train.offload") is True and not divides, "train.offload", f"false {whole}"),
-        (divides and splits_layers and compiles, "train.compile", "false with train.tensor_parallel"),
         (divides and is_fp16, "train.mixed_precision", "bf16 or 'no' with train.shard"),
     ]
 

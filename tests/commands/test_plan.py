@@ -259,7 +259,7 @@ def test_a_plan_for_many_ranks_says_what_one_holds_and_sends(file, run, tmp_path
     model = revzoo.create(file("rev_vit_digits"), device="meta")
     shards = sum(4 * -(-len(p) // 8) * p[0].numel() for p in model.parameters())
     assert ranks["held"]["weights"] == ranks["held"]["gradients"] == shards
-    assert ranks["division"] == {"ranks": 8, "shard": "full", "nodes": 1, "offload": False, "tensor_parallel": 1}
+    assert ranks["division"] == {"ranks": 8, "shard": "full", "nodes": 1, "offload": False}
     units = len(model.units)  # all have parameters of their own, and the root has none
     calls = {kind: each["calls"] for kind, each in ranks["collectives"].items()}
     assert calls == {"all-gather": 2 * units, "reduce-scatter": units}
@@ -304,9 +304,6 @@ def test_ranks_that_share_nothing_take_what_one_process_takes_and_buckets(file, 
         (("--ranks", 2, "--estimate"), "Received: --ranks and --estimate."),
         (("--ranks", 2, "--device", "cpu"), "Received: --ranks and --device."),
         (("--offload",), "Received: no --ranks. Add --ranks N."),
-        (("--tensor-parallel", 2), "Received: no --ranks. Add --ranks N."),
-        (("--ranks", 3, "--tensor-parallel", 2), "must be a multiple of 2, for tensor_parallel=2. Received: 3 processes."),
-        (("--ranks", 2, "--shard", "none", "--tensor-parallel", 2), "Received: tensor_parallel with shard=none."),
         (("--ranks", 2, "--shard", "none", "--offload"), "Received: offload with shard=none. Use shard=full."),
         (("--ranks", 2, "--lookahead", "1"), "Received: --ranks and --lookahead."),
         (("--ranks", 2, "--batch", "auto:2-4"), "Received: --ranks and a range of batch sizes."),

@@ -61,7 +61,6 @@ SLOW = {
     ),
     "update": Case("digits", DEEP, 1, "640KiB", UPDATED),
     "hybrid": Case("digits", VIT, 64, "690KiB", ("train.shard=hybrid",)),
-    "tensor": Case("digits", VIT, 64, "380KiB", ("train.tensor_parallel=2", "train.mixed_precision=bf16")),
     "bytes": Case("text_reformer", REFORMER, 32, "8900KiB"),
 }
 MEMORY = 4 * 690 * 1024  # of which each of two processes takes half of a half

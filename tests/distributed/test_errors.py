@@ -27,7 +27,7 @@ def check():
     recipe = SimpleNamespace(optimizer=options, schedule=options, train=options, model=options)
     progress = SimpleNamespace(loss_sum=0.0, epoch=0, updates=1)
     folder = SimpleNamespace(list_states=lambda: [])
-    run = SimpleNamespace(recipe=recipe, progress=progress, folder=folder, shares=SimpleNamespace(holders=1))
+    run = SimpleNamespace(recipe=recipe, progress=progress, folder=folder)
     run.upload = SimpleNamespace(settle=lambda: None)
     add_losses(run, losses := torch.tensor(2.5 + rank))
     assert progress.loss_sum == 6.0 and losses == 0.0

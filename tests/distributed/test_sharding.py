@@ -237,29 +237,20 @@ def test_tied_parameters_are_left_to_the_root():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((3, "full", 2), "must be a multiple of 2, for tensor_parallel=2. Received: 3 processes"),
         ((4, "hybrid"), "Received: 4 processes on one node. Use shard=full"),
-        ((6, "hybrid", 2, 2), "must be a multiple of 4, for 2 nodes and tensor_parallel=2. Received: 6 processes"),
+        ((5, "hybrid", 2), "must be a multiple of 2, for 2 nodes. Received: 5 processes"),
     ],
 )
 def test_processes_that_do_not_fit_are_refused(arguments, message):
     with pytest.raises(InputError, match=message):
         count_shards(*arguments)
-    assert count_shards(8, "hybrid", 2, 2) == 2
+    assert count_shards(8, "hybrid", 2) == 4
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["train.offload=true"], "train.offload: found true; allowed: false with train.shard: none"),
-        (
-            ["train.tensor_parallel=2"],
-            "train.tensor_parallel: found 2; allowed: 1 with train.shard: none, or train.shard: full",
-        ),
-        (
-            ["train.tensor_parallel=2", "train.shard=full", "train.compile=true"],
-            "train.compile: found true; allowed: false with train.tensor_parallel",
-        ),
         (["train.shard=full", "train.mixed_precision=fp16"], "train.mixed_precision: found 'fp16'; allowed: bf16"),
         (
             ["train.shard=full", "train.optimizer_in_backward=true", "train.clip_grad=null"],

@@ -24,8 +24,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import revzoo
-from revzoo.training.state import list_contents, read_tensors
-from revzoo.training.state_writer import StateWriter, write
+from revzoo.training.options import TrainOptions
+from revzoo.training.run_folder import Progress, RunFolder
+from revzoo.training.state_files import StateWriter, Upload, list_contents, read_tensors
 
 SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2"
 RECIPE = [
@@ -125,7 +126,8 @@ def save_sharded(folder: Path, processes: int) -> None:
     modules, optimizer = make_sharded(0, processes)
     modules["model"](torch.randn(4, 1, 8, 8)).logsumexp(1).mean().backward()
     optimizer.step()
-    write(list_contents(modules, optimizer, {"scaler": {}}), StateWriter(folder, lambda checksums: None))
+    upload = Upload(Accelerator(cpu=True), RunFolder(folder.parent), TrainOptions(1, save_async=False))
+    upload.start(list_contents(modules, optimizer, {"scaler": {}}), StateWriter(folder, lambda: None))
     tensors = gather(modules, optimizer)
     if distributed.get_rank() == 0:
         torch.save(tensors, folder.with_suffix(".pt"))
@@ -142,10 +144,7 @@ def load_sharded(folder: Path, processes: int) -> dict[str, Any]:
 
 def save_statistics(folder: Path) -> float:
     """Save a divided run in which BatchNorm has other statistics in each process; return those saved."""
-    from revzoo.training.options import TrainOptions
-    from revzoo.training.run_folder import Progress, RunFolder
     from revzoo.training.state import save_state
-    from revzoo.training.state_writer import Upload
 
     norms = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
     norms[0].running_mean.fill_(float(distributed.get_rank()))
@@ -174,9 +173,6 @@ def save_statistics(folder: Path) -> float:
 def fail_behind(folder: Path) -> str:
     """Return the error of a state that the thread of the last process cannot write."""
     from revzoo.errors import RevzooError
-    from revzoo.training.options import TrainOptions
-    from revzoo.training.run_folder import RunFolder
-    from revzoo.training.state_writer import Upload
 
     class Failing(StateWriter):
         def write_data(self, *arguments: Any) -> Any:
@@ -185,7 +181,7 @@ def fail_behind(folder: Path) -> str:
             return super().write_data(*arguments)
 
     upload = Upload(Accelerator(cpu=True), RunFolder(folder), TrainOptions(1, save_async=True))
-    upload.start({"x": torch.zeros(1)}, Failing(folder / "state" / "writing", lambda checksums: None))
+    upload.start({"x": torch.zeros(1)}, Failing(folder / "state" / "writing", lambda: None))
     try:
         upload.wait()
     except RevzooError as error:

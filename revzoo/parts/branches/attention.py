@@ -7,7 +7,6 @@ from revzoo.bounds import PositiveInt
 from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.drop_path import DropPath
 from revzoo.parts.layers.norm import TokenNorm, build_token_norm
-from revzoo.parts.tensor_plan import TensorPlan
 from revzoo.registry import branches
 
 
@@ -41,8 +40,6 @@ class AttentionBranch(nn.Module):
         self.attn = Attention(context.width, num_heads=heads, qkv_bias=qkv_bias)
         self.ls = LayerScale(context.width) if layer_scale else nn.Identity()
         self.drop_path = DropPath(context.drop_path)
-        numbers = ("attn.num_heads", "attn.attn_dim")
-        self.tensor_plan = TensorPlan(heads, "heads", {"attn.qkv": 3}, "attn.proj", numbers)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         attended = self.attn(self.norm(x), attn_mask=None if mask is None else mask[:, None, None, :])

@@ -6,7 +6,6 @@ from revzoo.bounds import PositiveFloat, Rate
 from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.bert_sub_block import BertSubBlock, NormPosition
 from revzoo.parts.layers.norm import Activation, get_activation
-from revzoo.parts.tensor_plan import plan_hidden
 from revzoo.registry import branches
 
 
@@ -39,7 +38,6 @@ class FeedForwardBranch(BertSubBlock):
         super().__init__(context, "feed_forward", hidden, norm_position, eps, dropout)
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(context.width, hidden)})
         self.act = get_activation(act)()
-        self.tensor_plan = plan_hidden("intermediate.dense", "output.dense", self.intermediate["dense"])
 
     def _inner(self, x: Tensor, mask: Tensor | None) -> Tensor:
         hidden: Tensor = self.act(self.intermediate["dense"](x))

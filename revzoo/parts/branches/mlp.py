@@ -7,7 +7,6 @@ from revzoo.bounds import PositiveFloat
 from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.drop_path import DropPath
 from revzoo.parts.layers.norm import Activation, TokenNorm, build_token_norm, get_activation
-from revzoo.parts.tensor_plan import plan_hidden
 from revzoo.registry import branches
 
 
@@ -40,7 +39,6 @@ class MlpBranch(nn.Module):
         self.mlp = Mlp(context.width, int(context.width * ratio), act_layer=get_activation(act))
         self.ls = LayerScale(context.width) if layer_scale else nn.Identity()
         self.drop_path = DropPath(context.drop_path)
-        self.tensor_plan = plan_hidden("mlp.fc1", "mlp.fc2", self.mlp.fc1)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         out: Tensor = self.drop_path(self.ls(self.mlp(self.norm(x))))

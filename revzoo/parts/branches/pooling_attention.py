@@ -7,7 +7,6 @@ from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.drop_path import DropPath
 from revzoo.parts.layers.multiscale_attention import build_multiscale_attention, check_pooling
 from revzoo.parts.layers.norm import build_token_norm
-from revzoo.parts.tensor_plan import TensorPlan
 from revzoo.registry import branches
 
 
@@ -52,15 +51,6 @@ class PoolingAttention(nn.Module):
         self.norm = build_token_norm("layer_norm", context.width)
         self._grid = list(context.sides)
         self.drop_path = DropPath(context.drop_path)
-        names = [name for name, _ in self.attn.named_parameters() if name.partition(".")[0] not in ("qkv", "proj")]
-        self.tensor_plan = TensorPlan(
-            heads,
-            "heads",
-            {"attn.qkv": 3},
-            "attn.proj",
-            numbers=("attn.num_heads", "attn.dim_out"),
-            parameters={f"attn.{name}": None for name in names},
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         attended, _ = self.attn(self.norm(x), self._grid)

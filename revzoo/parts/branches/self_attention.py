@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from revzoo.bounds import PositiveFloat, PositiveInt, Rate
 from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.bert_sub_block import BertSubBlock, NormPosition
-from revzoo.parts.tensor_plan import TensorPlan
 from revzoo.registry import branches
 
 
@@ -42,8 +41,6 @@ class SelfAttentionBranch(BertSubBlock):
         context.require_divisor("heads", heads)
         self._heads, self._attention_dropout = heads, attention_dropout
         self.self = nn.ModuleDict({name: nn.Linear(width, width) for name in ("query", "key", "value")})
-        columns = {f"self.{name}": 1 for name in self.self}
-        self.tensor_plan = TensorPlan(heads, "heads", columns, "output.dense", numbers=("_heads",), draws=attention_dropout > 0)
 
     def _inner(self, x: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (self.self[name](x).unflatten(2, (self._heads, -1)).transpose(1, 2) for name in ("query", "key", "value"))

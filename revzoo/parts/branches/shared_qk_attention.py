@@ -11,7 +11,6 @@ from revzoo.bounds import PositiveInt, Rate
 from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.drop_path import DropPath
 from revzoo.parts.layers.norm import TokenNorm, build_token_norm
-from revzoo.parts.tensor_plan import TensorPlan
 from revzoo.registry import branches
 
 # Added to logits, of a token's own key and of keys it must not see. They are so far apart that one is negligible beside the
@@ -38,8 +37,6 @@ class SharedQKBranch(nn.Module):
         self.to_out = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
         self.drop_path = DropPath(context.drop_path)
-        columns = {"to_qk": 1, "to_v": 1}
-        self.tensor_plan = TensorPlan(heads, "heads", columns, "to_out", numbers=("heads",), draws=dropout > 0)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         normed = self.norm(x)

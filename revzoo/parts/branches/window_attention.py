@@ -14,7 +14,6 @@ from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.drop_path import DropPath
 from revzoo.parts.layers.norm import TokenNorm, build_token_norm
-from revzoo.parts.tensor_plan import TensorPlan
 from revzoo.registry import branches
 
 Sides = tuple[int, int]
@@ -63,14 +62,6 @@ class WindowBranch(nn.Module):
         self.norm = build_token_norm(norm, context.width)
         self.attn = WindowAttention(context.width, num_heads=heads, window_size=self.window, qkv_bias=qkv_bias)
         self.drop_path = DropPath(context.drop_path)
-        self.tensor_plan = TensorPlan(
-            heads,
-            "heads",
-            {"attn.qkv": 3},
-            "attn.proj",
-            numbers=("attn.num_heads",),
-            parameters={"attn.relative_position_bias_table": 1},
-        )
         mask = self.build_constants().get("mask")
         self.register_buffer("mask", None if mask is None else mask.to(torch.get_default_device()), persistent=False)
 

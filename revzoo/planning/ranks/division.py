@@ -20,7 +20,6 @@ from revzoo.errors import InputError, UnknownNameError
 from revzoo.model.network import Model
 from revzoo.sharding.mesh import Shard, count_shards, read_sizes
 from revzoo.sharding.shard import list_units
-from revzoo.sharding.tensor_parallel import choose_parts
 
 
 @dataclass(frozen=True)
@@ -32,19 +31,17 @@ class Division:
         shard: "full" divides the network over all of them, "hybrid" over those of each node, "none" repeats it on every one.
         nodes: machines, with the same number of ranks each.
         offload: shards, gradients and the optimizer's state are on the host, and not in the memory that is planned.
-        tensor_parallel: ranks that divide heads and hidden channels of each layer among them; they have the same batch.
     """
 
     ranks: int
     shard: Shard = "full"
     nodes: int = 1
     offload: bool = False
-    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         if self.shard not in get_args(Shard):
             raise UnknownNameError("shard", self.shard, get_args(Shard))
-        for name in ("ranks", "nodes", "tensor_parallel"):
+        for name in ("ranks", "nodes"):
             if type(value := getattr(self, name)) is not int or value < 1:
                 raise InputError(f"{name} is a whole number of at least 1. Received: {value!r}.")
         if self.ranks % self.nodes:
@@ -53,9 +50,7 @@ class Division:
                 f"multiple of {self.nodes} ranks."
             )
         if self.shard != "none":
-            count_shards(self.ranks, self.shard, self.tensor_parallel, self.nodes)
-        elif self.tensor_parallel > 1:
-            raise InputError("Layers are divided beside shards. Received: tensor_parallel with shard=none. Use shard=full.")
+            count_shards(self.ranks, self.shard, self.nodes)
         elif self.offload:
             raise InputError(
                 "Shards are kept on the host where there are some. Received: offload with shard=none. Use shard=full."
@@ -64,25 +59,23 @@ class Division:
     @classmethod
     def of(cls, mesh: DeviceMesh, *, offload: bool) -> "Division":
         """Return the division of ranks that `make_mesh` has arranged. On a CPU the host is the device, offload or not."""
-        sizes = read_sizes(mesh)
-        nodes = sizes.get("replicate")
+        nodes = read_sizes(mesh).get("replicate")
         on_host = offload and mesh.device_type != "cpu"
-        return cls(mesh.size(), "full" if nodes is None else "hybrid", nodes or 1, on_host, sizes.get("tensor", 1))
+        return cls(mesh.size(), "full" if nodes is None else "hybrid", nodes or 1, on_host)
 
     @property
     def shards(self) -> int:
         """Pieces that each parameter is cut into by FSDP2."""
-        return 1 if self.shard == "none" else count_shards(self.ranks, self.shard, self.tensor_parallel, self.nodes)
+        return 1 if self.shard == "none" else count_shards(self.ranks, self.shard, self.nodes)
 
     @property
     def copies(self) -> int:
         """How many nodes, or ranks that have the whole, hold the same piece."""
-        return self.ranks // (self.shards * self.tensor_parallel)
+        return self.ranks // self.shards
 
     def __str__(self) -> str:
         where = f" on {self.nodes} nodes" if self.nodes > 1 else ""
-        layers = f", tensor_parallel={self.tensor_parallel}" if self.tensor_parallel > 1 else ""
-        return f"{self.ranks} ranks{where}, shard={self.shard}{layers}{', offload' * self.offload}"
+        return f"{self.ranks} ranks{where}, shard={self.shard}{', offload' * self.offload}"
 
 
 @dataclass(frozen=True)
@@ -115,8 +108,6 @@ def count_rank_bytes(model: Model, division: Division, optimizer: Optimizer | No
     """
     shards = division.shards
     own = {id(p): cast(Tensor, p) for p in model.parameters()}  # what FSDP2 cuts
-    if division.tensor_parallel > 1:
-        own |= _take_own_layers(model, division.tensor_parallel)
     gathered = 0
     if division.shard != "none":
         units = list_units(model)
@@ -132,19 +123,6 @@ def count_rank_bytes(model: Model, division: Division, optimizer: Optimizer | No
         optimizer=_count_optimizer(model, optimizer, own, shards),
         gathered=gathered,
     )
-
-
-def _take_own_layers(model: Model, processes: int) -> dict[int, Tensor]:
-    """Return what one of the processes that divide layers has of each parameter of these, by the id of the parameter."""
-    own = dict[int, Tensor]()
-    for path, plan in choose_parts(model, processes).items():
-        part = model.get_submodule(path)
-        cuts = {f"{layer}.{name}": 0 for layer in plan.columns for name, _ in part.get_submodule(layer).named_parameters()}
-        cuts |= {f"{plan.rows}.weight": 1} | {name: cut for name, cut in plan.parameters.items() if cut is not None}
-        for name, dimension in cuts.items():
-            p = part.get_parameter(name)
-            own[id(p)] = p.to("meta").chunk(processes, dimension)[0].requires_grad_(p.requires_grad)
-    return own
 
 
 def _count_padded_bytes(tensors: Iterable[Tensor], shards: int) -> int:

@@ -37,7 +37,6 @@ _KINDS = {
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
     "allreduce_": "all-reduce",  # of gradients, by nodes
-    "all_reduce": "all-reduce of layers",
 }
 
 
@@ -70,10 +69,6 @@ class RankMode(FakeMode):
         """Note the collectives from now on as those of another training step."""
         self._steps.append((Counter(), Counter()))
 
-    def forget_steps(self) -> None:
-        """Forget all training steps so far."""
-        self._steps.clear()
-
     @property
     def steps(self) -> list[dict[str, Collective]]:
         """The collectives of every training step, by kind."""
@@ -88,8 +83,8 @@ class RankMode(FakeMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _count_sent(self, kind: str, args: Any) -> int:
-        if kind.startswith("all-reduce"):
-            together = self._division.copies if kind == "all-reduce" else self._division.tensor_parallel
+        if kind == "all-reduce":
+            together = self._division.copies
             return sum(2 * (together - 1) * t.nbytes // together for t in tensors_in(args[0]))
         first, second = tensors_in(args[:2])  # the whole, and a rank's part of it
         return abs(first.nbytes - second.nbytes)
@@ -154,6 +149,6 @@ def _pretend_ranks(division: Division) -> Iterator[DeviceMesh]:
     assert division.shard != "none"
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=division.ranks)
     try:
-        yield make_mesh(division.ranks, division.shard, division.tensor_parallel, division.nodes)
+        yield make_mesh(division.ranks, division.shard, division.nodes)
     finally:
         distributed.destroy_process_group()

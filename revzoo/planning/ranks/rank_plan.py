@@ -150,9 +150,6 @@ def _divide(
         nullcontext((model, None)) if division.shard == "none" else divided as (trained, mode),
         accumulated_gradients(trained) if adds_up else nullcontext(),
     ):
-        if mode is not None and division.tensor_parallel > 1:  # DTensor tries out every operation once, which would count
-            count_peak(trained, batch, [Mode.STORE] * len(trained.units))
-            mode.forget_steps()
         yield trained, mode
 
 
