@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from timm.utils import ModelEmaV3
@@ -25,8 +24,6 @@ from revzoo.spec.names import BYTES, TOKENIZER
 from revzoo.spec.schema import TextInput
 from revzoo.training.captured_step import Step
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
-from revzoo.training.divided_update import updates_divided
-from revzoo.training.in_backward import updates_each_alone
 from revzoo.training.loss import Loss, make_loss
 from revzoo.training.network import load_model_spec, make_network
 from revzoo.training.optimizer import make_recipe_optimizer, make_scheduler
@@ -189,7 +186,7 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
     require_same_origin(origin)
 
     optimizer = make_recipe_optimizer(recipe, model)
-    _require_fit(recipe, model, optimizer, accelerator, mesh)
+    _require_fit(recipe, model, accelerator)
     wrapped = model if mesh is not None else accelerator.prepare_model(model)
     data.train, data.test = (
         prepare_data_loader(loader, accelerator.device, processes, own, put_on_device=True)
@@ -242,19 +239,11 @@ def share_batch(whole: int, processes: int, recipe: Recipe) -> int:
     return whole // processes
 
 
-def _require_fit(
-    recipe: Recipe, model: Model, optimizer: torch.optim.Optimizer, accelerator: Accelerator, mesh: DeviceMesh | None
-) -> None:
-    """Raise SpecError where optimizer, device and processes do not go with how the recipe updates weights."""
-    options, opt, is_alone = recipe.train, recipe.optimizer.opt, accelerator.num_processes == 1
-    if mesh is not None and not updates_divided(optimizer, mesh):
-        allowed = f"one that updates divided parameters as it does whole ones with train.shard={options.shard}, such as adamw"
-        raise recipe.error("optimizer.opt", repr(opt), allowed)
+def _require_fit(recipe: Recipe, model: Model, accelerator: Accelerator) -> None:
+    """Raise SpecError where device, processes or model do not go with how the recipe updates weights."""
+    options, is_alone = recipe.train, accelerator.num_processes == 1
     if options.optimizer_in_backward and not is_alone:
         allowed = "false with several processes: they add up their gradients before an update"
-        raise recipe.error("train.optimizer_in_backward", "true", allowed)
-    if options.optimizer_in_backward and not updates_each_alone(optimizer):
-        allowed = f"false with optimizer.opt={opt}, which needs all gradients for an update, or adamw or sgd"
         raise recipe.error("train.optimizer_in_backward", "true", allowed)
     if options.cuda_graph and (accelerator.device.type != "cuda" or not is_alone):
         raise recipe.error("train.cuda_graph", "true", f"false on {accelerator.device}, or with several processes")
