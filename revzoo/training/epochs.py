@@ -112,7 +112,7 @@ def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         with _say_when(run):
             losses += train_batch(run, batch, labels, (options.seed, epoch, progress.batch)).detach() * len(batch)
         progress.batch += 1
-        progress.examples += len(batch) * run.shares.count
+        progress.examples += len(batch) * accelerator.num_processes
         if not accelerator.sync_gradients:
             continue
         progress.updates += 1
@@ -146,7 +146,7 @@ def train_batch(run: Run, batch: torch.Tensor, labels: torch.Tensor, key: tuple[
     accelerator, clip_grad = run.accelerator, run.recipe.train.clip_grad
     with accelerator.accumulate(*(() if run.mesh is not None else (run.wrapped,))):
         batch, targets = run.loss.mix(batch, labels, *key)
-        reseed(*key, run.shares.own)
+        reseed(*key, accelerator.process_index)
         if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
             run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
         run.last_loss = run.step(batch, targets)  # which a plan counts until there is a next one

@@ -20,7 +20,6 @@ from accelerate import Accelerator
 from revzoo.display.console import show_status
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.errors import InputError, MissingValueError
-from revzoo.file import sync
 from revzoo.format import count_noun
 from revzoo.planning.plan import Plan
 from revzoo.spec.parsing import to_plain
@@ -28,11 +27,11 @@ from revzoo.spec.tree import find_differences
 from revzoo.training.budget import apply_plan, save_plan
 from revzoo.training.epochs import Summary, train_epochs
 from revzoo.training.options import Recipe
-from revzoo.training.origin import check_changes, needs_new_plan, read_begun
+from revzoo.training.origin import check_changes, needs_new_plan
 from revzoo.training.planned_step import WholeStep
-from revzoo.training.processes import call_on_all, call_on_main, count_restarts, follow_launcher, make_accelerator
+from revzoo.training.processes import call_on_main, count_restarts, follow_launcher, make_accelerator
 from revzoo.training.recipe import load_recipe
-from revzoo.training.run_folder import RunFolder, claim_free_folder, name_run
+from revzoo.training.run_folder import RECIPE, RunFolder, claim_free_folder, name_run
 from revzoo.training.setup import Run, build_run
 from revzoo.training.state import load_state, save_state
 from revzoo.training.terminal import send_output_to
@@ -66,12 +65,16 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
     with _claim_folder(recipe, out, accelerator) as folder:  # too small a budget leaves none
         run = _build_run(recipe, folder.path, accelerator)
         run.print_start()
-        plan = _apply_plan(run)
+        plan = _apply_plan(run, anew=True)
     with _hold_folder(folder, accelerator):
         call_on_main(accelerator, folder.require_free)  # another run may have begun there in the meantime
-        call_on_main(accelerator, lambda: _describe(run))
         send_output_to(folder.logs)
-        return _begin(run, plan)
+        save_plan(run, plan)
+        _print_setting(run, plan)
+        save_state(run)
+        run.upload.wait()
+        call_on_main(accelerator, lambda: folder.write(run.describe()))  # now there is a run that can be resumed
+        return train_epochs(run)
 
 
 def preview(recipe: Recipe) -> None:
@@ -89,7 +92,7 @@ def preview(recipe: Recipe) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = _build_run(recipe, Path(folder), make_accelerator(recipe))
         run.print_start()
-        _print_setting(run, _apply_plan(run))
+        _print_setting(run, _apply_plan(run, anew=True))
         run.display.console.print("Dry run: nothing was trained, and nothing is written.")
 
 
@@ -101,14 +104,12 @@ def _was_begun(recipe: Recipe, out: Path) -> bool:
     return all(path.startswith(("data.augment.", "data.text.tokenizer")) for path in changes)  # which weights may have set
 
 
-def _build_run(
-    recipe: Recipe, folder: Path, accelerator: Accelerator, *, resumed: bool = False, begun_with: int | None = None
-) -> Run:
+def _build_run(recipe: Recipe, folder: Path, accelerator: Accelerator, *, resumed: bool = False) -> Run:
     with show_status("loading data and model", shown=accelerator.is_main_process):
-        return build_run(recipe, folder, resumed=resumed, begun_with=begun_with, accelerator=accelerator)
+        return build_run(recipe, folder, accelerator, resumed=resumed)
 
 
-def _apply_plan(run: Run, *, anew: bool = False) -> Plan | None:
+def _apply_plan(run: Run, *, anew: bool) -> Plan | None:
     with show_status("planning", shown=run.accelerator.is_main_process):
         return apply_plan(run, anew=anew)
 
@@ -135,26 +136,12 @@ def _claim_folder(recipe: Recipe, out: Path | None, accelerator: Accelerator) ->
         raise
 
 
-def _describe(run: Run) -> None:
-    run.origin.save(run.folder.states)  # before the recipe, which makes the folder that of a run
-    sync(run.folder.origin)
-    run.folder.write(run.describe())
-
-
 @contextmanager
 def _hold_folder(folder: RunFolder, accelerator: Accelerator) -> Iterator[None]:
     """Hold the folder's lock in the main process, for all of them."""
     with ExitStack() as held:
         call_on_main(accelerator, lambda: held.enter_context(folder.hold_lock()))
         yield
-
-
-def _begin(run: Run, plan: Plan | None) -> Summary:
-    """Train from the beginning, in a folder that holds recipe and spec."""
-    save_plan(run, plan)
-    _print_setting(run, plan)
-    save_state(run)
-    return train_epochs(run)
 
 
 def _print_setting(run: Run, plan: Plan | None) -> None:
@@ -189,56 +176,36 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
     typed = [override.partition("=")[0] for override in overrides]
     run_folder = RunFolder(folder)
     run_folder.require_run()
-    recipe = follow_launcher(load_recipe(folder / "config.yaml", overrides))
+    recipe = follow_launcher(load_recipe(folder / RECIPE, overrides))
     accelerator = make_accelerator(recipe)
     with _hold_folder(run_folder, accelerator):
         send_output_to(run_folder.logs)
         call_on_main(accelerator, run_folder.sweep)
-        if call_on_main(accelerator, run_folder.is_untouched):
-            return _begin_again(recipe, run_folder, accelerator, typed)
         damage = call_on_main(accelerator, run_folder.set_damaged_states_aside)
         run = _build_run(recipe, folder, accelerator, resumed=True)
         for line in damage:
             run.display.console.print(line)
         changes = check_changes(run_folder, run.origin, run.recipe, run.progress.epoch, typed, accept_changes)
-        return _go_on(run, changes)
-
-
-def _begin_again(recipe: Recipe, folder: RunFolder, accelerator: Accelerator, typed: list[str]) -> Summary:
-    """Train a run from the beginning that was killed before its first state was saved."""
-    begun = call_on_all(accelerator, lambda: read_begun(folder))
-    batch = recipe.data.batch_size * accelerator.num_processes
-    if begun is not None and "data.batch_size" not in typed:
-        batch = begun.batch_size
-    run = _build_run(recipe, folder.path, accelerator, begun_with=batch)
-    run.display.console.print(f"Nothing was trained yet in {folder.path}: starting from the beginning.")
-    run.print_start()
-    plan = _apply_plan(run, anew=needs_new_plan(typed))
-    call_on_main(accelerator, lambda: _describe(run))
-    return _begin(run, plan)
-
-
-def _go_on(run: Run, changes: dict[str, str]) -> Summary:
-    """Train from the newest state of the run's folder; changes of the recipe are saved first."""
-    load_state(run)
-    run.print_start()
-    processes = run.progress.processes, run.accelerator.num_processes
-    shared_anew = len(set(processes)) > 1  # each process has another part of the batch
-    plan = _apply_plan(run, anew=shared_anew or needs_new_plan(changes))
-    save_plan(run, plan)
-    call_on_main(run.accelerator, lambda: run.folder.drop_records_after(run.progress.epoch))
-    done = f"{count_noun(run.progress.epoch, 'epoch')} and {count_noun(run.progress.batch, 'batch', 'es')}"
-    run.display.console.print(f"Resuming after {done}: {run.folder.path}")
-    if shared_anew:
-        run.display.console.print(f"Processes: {processes[0]} before, {processes[1]} now, which share the same batches.")
-    _print_plan(run, plan)
-    _verify_gradients(run)
-    if changes:
-        for path, words in changes.items():
-            run.display.console.print(f"Changed: {path}: {words}.")
-        call_on_main(run.accelerator, lambda: run.folder.write({"config.yaml": run.recipe.to_yaml()}))
-        save_state(run)
-    return train_epochs(run)
+        load_state(run)
+        run.print_start()
+        progress, processes = run.progress, accelerator.num_processes
+        shared_anew = progress.processes != processes  # each process has another part of the batch
+        plan = _apply_plan(run, anew=shared_anew or needs_new_plan(changes))
+        save_plan(run, plan)
+        call_on_main(accelerator, lambda: run_folder.drop_records_after(progress.epoch))
+        done = f"{count_noun(progress.epoch, 'epoch')} and {count_noun(progress.batch, 'batch', 'es')}"
+        run.display.console.print(f"Resuming after {done}: {folder}")
+        if shared_anew:
+            before = progress.processes
+            run.display.console.print(f"Processes: {before} before, {processes} now, which share the same batches.")
+        _print_plan(run, plan)
+        _verify_gradients(run)
+        if changes:
+            for path, words in changes.items():
+                run.display.console.print(f"Changed: {path}: {words}.")
+            call_on_main(accelerator, lambda: run_folder.write({RECIPE: run.recipe.to_yaml()}))
+            save_state(run)
+        return train_epochs(run)
 
 
 def _verify_gradients(run: Run) -> None:

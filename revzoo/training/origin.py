@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from accelerate.utils import broadcast_object_list, gather_object
 
 from revzoo.data.base import Data
-from revzoo.errors import CheckpointError, InputError, join_names
+from revzoo.errors import InputError, join_names
 from revzoo.spec import Spec
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import find_differences
@@ -93,20 +93,6 @@ def read_origin(folder: RunFolder) -> Origin:
         return Origin.load(state)
     except (OSError, ValueError, TypeError) as error:
         raise folder.explain_damage(state / ORIGIN, error) from error
-
-
-def read_begun(folder: RunFolder) -> Origin | None:
-    """Return what a run was begun with that has no state yet; None if that is not known.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
-    if not folder.origin.is_file():
-        return None
-    try:
-        return Origin.load(folder.states)
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder.origin} cannot be used ({error}). Delete {folder.path} and start again.") from error
 
 
 def require_same_recipe(recipe: Recipe) -> None:

@@ -3,7 +3,8 @@
 The batch is the run's (for texts, of the greatest length), and so are autocast and loss. Whatever is alive besides the step
 counts too: the optimizer's state and what its update takes, averaged weights, labels, on a CPU the next batch, which is loaded
 ahead, with gradient accumulation the gradients of earlier batches, and the buckets in which processes exchange gradients. With
-an optimizer inside backward each gradient counts as long as it is there.
+an optimizer inside backward each gradient counts as long as it is there. The planner is imported where a step is planned: most
+runs have no budget, and only print the table of memory.
 """
 
 from abc import ABC, abstractmethod
@@ -21,11 +22,6 @@ from revzoo.data.random import seeded
 from revzoo.model.builder import build
 from revzoo.model.network import Model
 from revzoo.planning.plan import Plan
-from revzoo.planning.planner import profile_and_plan
-from revzoo.planning.profiling.count import count_peak
-from revzoo.planning.profiling.profile import count_model_bytes
-from revzoo.planning.ranks.division import Division, count_rank_bytes
-from revzoo.planning.ranks.rank_plan import count_rank_peak, plan_ranks
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.lookahead import LookaheadOption
 from revzoo.training.setup import Run
@@ -76,6 +72,8 @@ class WholeStep(PlannedStep):
     """The step of a process that has the whole network."""
 
     def __init__(self, run: Run):
+        from revzoo.planning.profiling.profile import count_model_bytes
+
         super().__init__(run)
         model, optimizer = run.model, run.optimizer
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -92,6 +90,8 @@ class WholeStep(PlannedStep):
         self.present_bytes = count_model_bytes(model) + averaged + buckets + (state if optimizer.state else 0)
 
     def plan(self, limit: int) -> Plan:
+        from revzoo.planning.planner import profile_and_plan
+
         with self._treat_gradients():
             _, plan = profile_and_plan(
                 self._run.model,
@@ -107,6 +107,8 @@ class WholeStep(PlannedStep):
         return plan
 
     def count_peak(self, plan: Plan) -> int:
+        from revzoo.planning.profiling.count import count_peak
+
         model = self._run.model
         taken = count_optimizer(model, self._optimizer)
         other_bytes = self._other_bytes + taken.state
@@ -150,6 +152,8 @@ class DividedStep(PlannedStep):
     lookahead: LookaheadOption = 0
 
     def __init__(self, run: Run):
+        from revzoo.planning.ranks.division import Division, count_rank_bytes
+
         super().__init__(run)
         assert run.mesh is not None
         division = Division.of(run.mesh, offload=run.recipe.train.offload)
@@ -171,12 +175,16 @@ class DividedStep(PlannedStep):
         self.present_bytes = model_bytes + averaged + (held.optimizer.state if has_state else 0)
 
     def plan(self, limit: int) -> Plan:
+        from revzoo.planning.ranks.rank_plan import plan_ranks
+
         solver = self._run.recipe.memory.solver
         with self._run.accelerator.autocast():
             made, _ = plan_ranks(self._whole, self._batch, limit, solver=solver, setting=self.setting, **self._circumstances)
         return made.plan
 
     def count_peak(self, plan: Plan) -> int:
+        from revzoo.planning.ranks.rank_plan import count_rank_peak
+
         with self._run.accelerator.autocast():
             return count_rank_peak(self._whole, self._batch, plan.schedule, **self._circumstances)
 

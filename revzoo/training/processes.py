@@ -9,7 +9,7 @@ Accelerate's configuration of FSDP2 means what `train.shard=full` means: its set
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -165,24 +165,6 @@ def describe_division(mesh: DeviceMesh) -> str:
     sizes = read_sizes(mesh)
     repeated = f", repeated on {sizes['replicate']} nodes" if "replicate" in sizes else ""
     return f"divided over {sizes['shard']} processes{repeated}"
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How the processes share each batch.
-
-    Args:
-        count: number of shares.
-        own: number of this process's share, from 0.
-    """
-
-    count: int
-    own: int
-
-    @classmethod
-    def of(cls, accelerator: Accelerator) -> "Shares":
-        """Return the shares of the processes of a run."""
-        return cls(accelerator.num_processes, accelerator.process_index)
 
 
 T = TypeVar("T")

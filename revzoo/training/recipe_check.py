@@ -33,6 +33,14 @@ _READ_BY_SCHEDULE = {
 }
 # Options of `optimizer` that not all optimizers have.
 _NOT_OF_ALL = {"momentum", "betas", "eps", "foreach", "fused"}
+# Optimizers of timm by which small parameters of several shapes got the same weights and state one by one as together, bit for
+# bit, and divided over processes as whole, but for rounding. The rest differ, or cannot be tried without other packages.
+_UPDATE_APART = (
+    *("adadelta", "adagrad", "adam", "adamax", "adamw", "adan", "adopt", "laprop", "larc", "lars", "lion", "madgrad"),
+    *("momentum", "muon", "nadam", "nadamw", "nesterov", "radam", "rmsprop", "rmsproptf", "sgd"),
+)
+UPDATE_ONE_BY_ONE = (*_UPDATE_APART, "adafactor", "novograd")
+UPDATE_DIVIDED = (*_UPDATE_APART, "lamb")
 _Rule = tuple[bool, str, str]  # whether it is broken, by the setting at which path, and what would be allowed there
 
 
@@ -132,6 +140,7 @@ def _list_update_rules(get: Callable[[str], Any]) -> list[_Rule]:
         get("memory.lookahead"),
     )
     accumulates, is_fp16 = get("train.accumulate") not in (None, 1), get("train.mixed_precision") == "fp16"
+    opt = str(get("optimizer.opt"))
     inside, captured = "with train.optimizer_in_backward", "with train.cuda_graph"
     clips, looks_ahead = get("train.clip_grad") is not None, lookahead not in (None, 0)
     alone = "false with train.shard: the processes add up their gradients before an update"
@@ -141,6 +150,8 @@ def _list_update_rules(get: Callable[[str], Any]) -> list[_Rule]:
         (in_backward and clips, "train.clip_grad", f"null {inside}: the norm is that of all gradients"),
         (in_backward and is_fp16, "train.mixed_precision", f"bf16 or 'no' {inside}: fp16 looks at all gradients"),
         (in_backward and looks_ahead, "memory.lookahead", f"0 {inside}: what is recovered ahead reads weights in an update"),
+        (in_backward and opt not in UPDATE_ONE_BY_ONE, "optimizer.opt", f"{join_names(UPDATE_ONE_BY_ONE)} {inside}"),
+        (divides and opt not in UPDATE_DIVIDED, "optimizer.opt", f"{join_names(UPDATE_DIVIDED)} with train.shard"),
         (in_backward and divides, "train.optimizer_in_backward", alone),
         (graph and accumulates, "train.accumulate", f"1 {captured}"),
         (graph and compiles, "train.compile", f"false {captured}"),

@@ -9,7 +9,6 @@ plan.json          the plan, for a recipe with a memory budget
 tensorboard/       events of TensorBoard, for a recipe that tracks them
 state/EPOCH-BATCH/ everything needed to resume from there
 state/lock         locked by the process that works in the folder
-state/origin.json  what the run was begun with; every state has its own
 log/               what processes but the first have to say
 """
 
@@ -18,7 +17,7 @@ import json
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from itertools import count
@@ -87,7 +86,6 @@ class RunFolder:
         self.last, self.best = path / "last.safetensors", path / BEST_WEIGHTS
         self.states, self.plan = path / "state", path / "plan.json"
         self.lock, self.logs = self.states / "lock", path / "log"
-        self.origin = self.states / "origin.json"
 
     def require_free(self) -> None:
         """Check that a new run can be written here.
@@ -97,8 +95,9 @@ class RunFolder:
         """
         if file := next((path for path in (self.path, *self.path.parents) if path.exists() and not path.is_dir()), None):
             raise InputError(f"The run folder {self.path} cannot be made: {file} is a file. Name another (--out).")
-        empty = (self.states, self.lock, self.origin)  # what a start makes before it says what is trained
-        if self.path.is_dir() and any(path not in empty for path in self.path.rglob("*")):
+        names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        was_killed = self.lock.is_file() and not names & {RECIPE, self.metrics.name}  # before its first state was complete
+        if names and not was_killed:
             raise InputError(
                 f"The run folder {self.path} is not empty. Resume that run (--resume {quote(self.path)}) or name another "
                 "(--out)."
@@ -148,27 +147,21 @@ class RunFolder:
             write_text(self.path / name, text)
 
     def require_run(self) -> None:
-        """Check that the folder is that of a run, whether or not its first state was saved.
+        """Check that the folder is that of a run.
 
         Raises:
             CheckpointError: recipe or spec are missing.
         """
-        needed = ["config.yaml"] if self.is_untouched() else ["config.yaml", "spec.yaml"]
-        for name in needed:
+        for name in (RECIPE, "spec.yaml"):
             if not (self.path / name).is_file():
-                begun = self.lock.is_file() and self.is_untouched()
-                remedy = " It was killed before anything was saved: delete the folder and start it again." if begun else ""
-                remedy = remedy or _find_run(self.path) or " Name one that revzoo train has written."
+                was_killed = name == RECIPE and self.lock.is_file() and not self.metrics.exists()
+                remedy = f" It was killed before anything was trained: start it again, with --out {quote(self.path)}."
+                remedy = remedy if was_killed else _find_run(self.path) or " Name one that revzoo train has written."
                 raise CheckpointError(f"{self.path} is not the folder of a run: there is no {name} in it.{remedy}")
 
     def is_begun(self) -> bool:
         """Return whether it says what is trained."""
-        return (self.path / "config.yaml").is_file()
-
-    def is_untouched(self) -> bool:
-        """Return whether no state, metrics or weights have been saved."""
-        results = (self.metrics, find_weights(self.last), find_weights(self.best))
-        return not any(self.states.glob("*-*")) and not any(path.exists() for path in results)
+        return (self.path / RECIPE).is_file()
 
     def sweep(self) -> None:
         """Remove what a killed run has left: temporary files, and states that were being written, replaced or deleted."""
@@ -205,22 +198,14 @@ class RunFolder:
         file = state / "progress.json"
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-            progress = None if "loss_sums" in content else Progress(**content)
+            progress = Progress(**content)
         except (OSError, ValueError, TypeError) as error:
             raise self.explain_damage(file, error) from error
-        if progress is None:
-            raise CheckpointError(self._explain_age())
         blank = Progress()
         valid = all(type(getattr(progress, f.name)) is type(getattr(blank, f.name)) for f in fields(Progress))
         if not valid or state.name != _state_name(progress):
             raise self.explain_damage(file, "it is not what training wrote")
         return progress
-
-    def _explain_age(self) -> str:
-        return (
-            f"The states in {self.states} are of an earlier version of revzoo, and this one cannot read them. Resume with that "
-            f"version, or start again{self.say_from_weights()}."
-        )
 
     def say_from_weights(self) -> str:
         """Return " from the weights after the last epoch: COMMAND", to end a sentence with; an empty string without weights."""
@@ -266,17 +251,16 @@ class RunFolder:
         text = f"No state in {self.states} can be used ({reasons}). Put one back from a backup, or start again"
         return f"{text}{self.say_from_weights()}."
 
-    def publish_state(self, written: Path, progress: Progress, keep: int, checksums: Mapping[str, str]) -> None:
+    def publish_state(self, written: Path, progress: Progress, keep: int) -> None:
         """Rename a completely written state to its final name, which makes it the newest, and delete all but `keep` states.
 
         Args:
             written: folder of the files.
             progress: is written, too, and gives the name.
             keep: how many states stay.
-            checksums: of the files whose checksums are known, by name.
         """
         (written / "progress.json").write_text(json.dumps(asdict(progress), allow_nan=False), encoding="utf-8")
-        seal(written, checksums)
+        seal(written)
         state = self.states / _state_name(progress)
         replaced = self.states / f"replaced-{state.name}"
         if state.exists():
@@ -366,17 +350,11 @@ def _claim(folder: RunFolder) -> bool:
 CHECKSUMS = "checksums.sha256"
 
 
-def seal(folder: Path, known: Mapping[str, str]) -> None:
-    """Write the checksums of all files of a folder, give them the user's permissions, and wait until all is on the disk.
-
-    Args:
-        folder: the folder, which holds files only.
-        known: checksums that are known already, by name of the file.
-    """
+def seal(folder: Path) -> None:
+    """Write the checksums of all files of a folder, give them the user's permissions, and wait until all is on the disk."""
     files = sorted(path for path in folder.iterdir() if path.name != CHECKSUMS)
     checksums = folder / CHECKSUMS
-    lines = (f"{known.get(path.name) or hash_file(path)}  {path.name}\n" for path in files)
-    checksums.write_text("".join(lines), encoding="utf-8")
+    checksums.write_text("".join(f"{_hash(path)}  {path.name}\n" for path in files), encoding="utf-8")
     mode = checksums.stat().st_mode  # that of any new file; some libraries write files that only their owner can read
     for path in (*files, checksums):
         path.chmod(mode)
@@ -396,12 +374,11 @@ def find_damage(folder: Path) -> str:
             return f"{CHECKSUMS} is damaged"
         if not (folder / name).is_file():
             return f"{name} is missing"
-        if hash_file(folder / name) != digest:
+        if _hash(folder / name) != digest:
             return f"{name} has changed since it was written: its checksum differs"
     return "" if lines else f"{CHECKSUMS} is empty"
 
 
-def hash_file(path: Path) -> str:
-    """Return the checksum of a file."""
+def _hash(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

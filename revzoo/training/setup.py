@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from timm.utils import ModelEmaV3
@@ -25,18 +24,16 @@ from revzoo.spec.names import BYTES, TOKENIZER
 from revzoo.spec.schema import TextInput
 from revzoo.training.captured_step import Step
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
-from revzoo.training.divided_update import updates_divided
-from revzoo.training.in_backward import updates_each_alone
 from revzoo.training.loss import Loss, make_loss
 from revzoo.training.network import load_model_spec, make_network
 from revzoo.training.optimizer import make_recipe_optimizer, make_scheduler
 from revzoo.training.options import ModelOptions, Recipe
 from revzoo.training.origin import Origin, read_origin, require_same_origin, require_same_recipe
 from revzoo.training.preprocessing import adopt_preprocessing
-from revzoo.training.processes import Shares, call_on_all, describe_division, make_accelerator, make_run_mesh
+from revzoo.training.processes import call_on_all, describe_division, make_accelerator, make_run_mesh
 from revzoo.training.recipe_check import find_ineffective_settings
-from revzoo.training.run_folder import Progress, RunFolder
-from revzoo.training.state_writer import Upload
+from revzoo.training.run_folder import RECIPE, Progress, RunFolder
+from revzoo.training.state_files import Upload
 
 
 @dataclass
@@ -106,14 +103,10 @@ class Run:
         return self.model if self.ema is None else self.ema.module
 
     @property
-    def shares(self) -> Shares:
-        """How the processes share each batch."""
-        return Shares.of(self.accelerator)
-
-    @property
     def batch_size(self) -> int:
         """Examples of a batch in this process."""
-        return self.origin.batch_size // self.shares.count
+        processes: int = self.accelerator.num_processes
+        return self.origin.batch_size // processes
 
     def set_coupling(self, update: int) -> None:
         """Give the model and its running average the coupling of an update."""
@@ -122,12 +115,12 @@ class Run:
 
     def describe(self) -> dict[str, str]:
         """Return the text files that say what the run is, by name: recipe, spec, names of the classes, tokenizer."""
-        texts = {"config.yaml": self.recipe.to_yaml(), "spec.yaml": self.model.spec.to_yaml()}
+        texts = {"spec.yaml": self.model.spec.to_yaml()}
         if self.data.class_names is not None:
             texts["classes.json"] = json.dumps(self.data.class_names, ensure_ascii=False)
         if (tokenizer := self.data.data_config.get("tokenizer", BYTES)) != BYTES:
             texts[TOKENIZER] = Path(tokenizer).read_text(encoding="utf-8")
-        return texts
+        return {**texts, RECIPE: self.recipe.to_yaml()}  # which makes the folder that of a run
 
     def print_start(self) -> None:
         """Print what is trained, where and on what, and remarks on data and recipe."""
@@ -145,18 +138,15 @@ class Run:
             console.print(f"Note: {line}.")
 
 
-def build_run(
-    recipe: Recipe, folder: Path, *, resumed: bool, begun_with: int | None = None, accelerator: Accelerator | None = None
-) -> Run:
+def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = None, *, resumed: bool) -> Run:
     """Build a run on the device, and among the processes, that Accelerate finds.
 
     Args:
         recipe: the recipe.
         folder: folder of the run.
+        accelerator: Accelerate's object for this recipe; None: a new one.
         resumed: the folder already holds the run. The model is made from the spec in it; weights and optimizer state are not
             loaded yet.
-        begun_with: examples of a batch of all processes together, if the run was begun before, but without leaving a state.
-        accelerator: Accelerate's object for this recipe; None: a new one.
 
     Raises:
         SpecError: recipe, spec and data contradict one another.
@@ -167,15 +157,15 @@ def build_run(
     options, model_options, run_folder = recipe.train, recipe.model, RunFolder(folder)
     accelerator = accelerator or make_accelerator(recipe)
     require_same_recipe(recipe)
-    mesh = make_run_mesh(recipe, accelerator, begun=resumed or begun_with is not None)
-    shares, progress = Shares.of(accelerator), Progress()
-    whole_batch = begun_with or recipe.data.batch_size * shares.count
+    mesh = make_run_mesh(recipe, accelerator, begun=resumed)
+    processes, own, progress = accelerator.num_processes, accelerator.process_index, Progress()
+    whole_batch = recipe.data.batch_size * processes
     if resumed:  # by any number of processes: they share the batches that the run began with
         progress = call_on_all(accelerator, run_folder.read_progress)
         whole_batch = call_on_all(accelerator, lambda: read_origin(run_folder)).batch_size
         spec_file = str(run_folder.path / "spec.yaml")  # the weights come from the state
         model_options = ModelOptions(spec_file, schedule=model_options.schedule, exact=model_options.exact)
-    batch_size = _share_batch(whole_batch, shares, recipe)
+    batch_size = share_batch(whole_batch, processes, recipe)
     reseed(options.seed)
 
     # The spec says what is read of the data, and the data how many outputs the model needs.
@@ -186,7 +176,7 @@ def build_run(
     if not resumed:  # the recipe in the folder of a run has it
         recipe, prepared_as = call_on_all(accelerator, partial(adopt_preprocessing, recipe, spec))
     data_options = replace(recipe.data, batch_size=batch_size, text=_find_tokenizer(recipe.data.text, folder))
-    data = call_on_all(accelerator, lambda: load_data(data_options, spec.input, options.seed, shares.count))
+    data = call_on_all(accelerator, lambda: load_data(data_options, spec.input, options.seed, processes))
     if resumed and "outputs" in spec.head.arguments:  # the spec may have more outputs than there are classes
         model_options = replace(model_options, num_outputs=max(spec.head.arguments["outputs"], data.num_classes or 0))
     model, ema, notes = call_on_all(
@@ -196,10 +186,10 @@ def build_run(
     require_same_origin(origin)
 
     optimizer = make_recipe_optimizer(recipe, model)
-    _require_fit(recipe, model, optimizer, accelerator, mesh)
+    _require_fit(recipe, model, accelerator)
     wrapped = model if mesh is not None else accelerator.prepare_model(model)
     data.train, data.test = (
-        prepare_data_loader(loader, accelerator.device, shares.count, shares.own, put_on_device=True)
+        prepare_data_loader(loader, accelerator.device, processes, own, put_on_device=True)
         for loader in (data.train, data.test)
     )
     updates_per_epoch = math.ceil(len(data.train) / options.accumulate)  # the last one may take fewer batches
@@ -215,7 +205,7 @@ def build_run(
         model,
         wrapped,
         ema,
-        loss=make_loss(recipe, data, model.num_outputs, shares.own).to(accelerator.device),
+        loss=make_loss(recipe, data, model.num_outputs, own).to(accelerator.device),
         optimizer=accelerator.prepare_optimizer(optimizer),
         scheduler=make_scheduler(recipe, optimizer, updates_per_epoch),
         coupling=coupling,
@@ -236,32 +226,24 @@ def _find_tokenizer(text: TextOptions, folder: Path) -> TextOptions:
     return replace(text, tokenizer=str(own)) if is_gone and own.is_file() else text
 
 
-def _share_batch(whole: int, shares: Shares, recipe: Recipe) -> int:
+def share_batch(whole: int, processes: int, recipe: Recipe) -> int:
     """Return how many examples of a batch each process takes."""
     parts = whole // 2 if recipe.mixup else whole  # mixup's pairs stay together
-    if parts % shares.count:
+    if parts % processes:
         possible = [str(number) for number in range(1, whole + 1) if parts % number == 0]
         pairs = f", {parts} pairs for mixup" if recipe.mixup else ""
         raise InputError(
-            f"A batch of this run has {whole} examples{pairs}, as it was started, which {shares.count} "
+            f"A batch of this run has {whole} examples{pairs}, as it was started, which {processes} "
             f"processes cannot share equally. Resume it with {join_names(possible, most=8)} processes."
         )
-    return whole // shares.count
+    return whole // processes
 
 
-def _require_fit(
-    recipe: Recipe, model: Model, optimizer: torch.optim.Optimizer, accelerator: Accelerator, mesh: DeviceMesh | None
-) -> None:
-    """Raise SpecError where optimizer, device and processes do not go with how the recipe updates weights."""
-    options, opt, is_alone = recipe.train, recipe.optimizer.opt, accelerator.num_processes == 1
-    if mesh is not None and not updates_divided(optimizer, mesh):
-        allowed = f"one that updates divided parameters as it does whole ones with train.shard={options.shard}, such as adamw"
-        raise recipe.error("optimizer.opt", repr(opt), allowed)
+def _require_fit(recipe: Recipe, model: Model, accelerator: Accelerator) -> None:
+    """Raise SpecError where device, processes or model do not go with how the recipe updates weights."""
+    options, is_alone = recipe.train, accelerator.num_processes == 1
     if options.optimizer_in_backward and not is_alone:
         allowed = "false with several processes: they add up their gradients before an update"
-        raise recipe.error("train.optimizer_in_backward", "true", allowed)
-    if options.optimizer_in_backward and not updates_each_alone(optimizer):
-        allowed = f"false with optimizer.opt={opt}, which needs all gradients for an update, or adamw or sgd"
         raise recipe.error("train.optimizer_in_backward", "true", allowed)
     if options.cuda_graph and (accelerator.device.type != "cuda" or not is_alone):
         raise recipe.error("train.cuda_graph", "true", f"false on {accelerator.device}, or with several processes")

@@ -1,5 +1,6 @@
 """An optimizer inside backward: weights and state are those of an ordinary one, bit for bit; what needs more is refused."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,11 @@ from revzoo.analysis.step_memory import measure_modes
 from revzoo.errors import InputError, SpecError
 from revzoo.runtime.schedule import MODES
 from revzoo.training import epochs, loop
-from revzoo.training.in_backward import update_in_backward, updates_each_alone
+from revzoo.training.in_backward import update_in_backward
 from revzoo.training.optimizer import make_optimizer
 from revzoo.training.options import Recipe
 from revzoo.training.recipe import load_recipe
+from revzoo.training.recipe_check import UPDATE_ONE_BY_ONE
 from revzoo.training.setup import build_run
 
 VIT = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2,block.drop_path.max=0.2,head.dropout=0.1"
@@ -133,17 +135,23 @@ def test_the_table_knows_that_gradients_are_not_kept():
     assert freed.peak_bytes == 8 * (weight + 2 * weight + 4) + freed.batch_bytes + freed.activation_bytes
 
 
-@pytest.mark.parametrize("opt", ["adamw", "sgd", "lion", "adafactor", "radam", "rmsprop", "muon", "novograd"])
+@pytest.mark.parametrize("opt", UPDATE_ONE_BY_ONE)
 def test_optimizers_that_update_each_parameter_alone(opt):
-    assert updates_each_alone(make_optimizer(nn.Linear(3, 2), opt, 0.1, 0.1))
-
-
-def test_optimizers_that_do_not(tmp_path):
-    assert not updates_each_alone(make_optimizer(nn.Linear(3, 2), "lamb", 0.1, 0.1))
-    with pytest.raises(
-        SpecError, match=r"train.optimizer_in_backward: found true; allowed: false with optimizer.opt=lamb, which"
-    ):
-        build_run(small("digits", VIT, "optimizer.opt=lamb", INSIDE), tmp_path / "run", resumed=False)
+    """They are tried out with a few small parameters, together and one after the other."""
+    torch.manual_seed(0)
+    together = nn.ParameterList([torch.randn(shape) for shape in ((3,), (4, 3), (2, 3, 2, 2))])
+    apart = copy.deepcopy(together)
+    first, second = (make_optimizer(parameters, opt, 0.1, 0.1) for parameters in (together, apart))
+    for _ in range(8):
+        gradients = [torch.randn(p.shape) for p in together]
+        for p, gradient in zip(together, gradients, strict=True):
+            p.grad = gradient.clone()
+        first.step()
+        with update_in_backward(second):
+            torch.autograd.backward(list(apart), gradients)
+        second.step()
+        second.zero_grad()
+    assert all(map(torch.equal, together, apart))
 
 
 @pytest.mark.parametrize(
@@ -153,6 +161,7 @@ def test_optimizers_that_do_not(tmp_path):
         ("train.clip_grad=1.0", "train.clip_grad", "null with train.optimizer_in_backward"),
         ("train.mixed_precision=fp16", "train.mixed_precision", "bf16 or 'no' with train.optimizer_in_backward"),
         ("memory.lookahead=1", "memory.lookahead", "0 with train.optimizer_in_backward"),
+        ("optimizer.opt=lamb", "optimizer.opt", "adadelta, adagrad"),
     ],
 )
 def test_what_needs_all_gradients_is_refused(setting, path, allowed):

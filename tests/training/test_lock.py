@@ -86,7 +86,7 @@ def test_new_runs_that_start_together_get_a_folder_each(tmp_path, monkeypatch, r
     monkeypatch.chdir(tmp_path)
     build_run, built = loop.build_run, []
 
-    def build(recipe, folder, **options):
+    def build(recipe, folder, accelerator, **options):
         built.append(folder)
         number = len(built)
         if number == 1:
@@ -96,10 +96,10 @@ def test_new_runs_that_start_together_get_a_folder_each(tmp_path, monkeypatch, r
                 train(recipe)
         if number == 3:
             raise DataError("no data")
-        return build_run(recipe, folder, **options)
+        return build_run(recipe, folder, accelerator, **options)
 
     monkeypatch.setattr(loop, "build_run", build)
-    monkeypatch.setattr(loop, "_begin", lambda run, plan: None)
+    monkeypatch.setattr(loop, "train_epochs", lambda run: None)
     train(recipe())
     assert built == [Path("runs/digits"), Path("runs/digits-2"), Path("runs/digits-3")]
     assert sorted(path.name for path in Path("runs").iterdir()) == ["digits", "digits-2"]

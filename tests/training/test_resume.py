@@ -109,30 +109,24 @@ def test_a_finished_run_stays_as_it_is(copied, capsys, read_records):
     assert read_records(copied) == before
 
 
-def test_a_run_killed_before_its_first_state_starts_anew(
-    whole, tmp_path, monkeypatch, recipe, capsys, assert_same_run, random_settings
+@pytest.mark.parametrize("when", ["before its first state", "before its recipe was saved"])
+def test_a_run_killed_while_it_begins_is_started_again(
+    whole, tmp_path, monkeypatch, recipe, when, assert_same_run, random_settings
 ):
+    """By the same command, in the same folder, as torchrun does it."""
+
     def kill(*arguments):
         raise Killed
 
+    owner, name = (loop, "save_state") if when == "before its first state" else (RunFolder, "write")
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "save_state", kill)
+        patch.setattr(owner, name, kill)
         with pytest.raises(Killed):
             train(recipe(*random_settings), tmp_path / "run")
-    (tmp_path / "run" / "spec.yaml").unlink()  # it is written after the recipe
-    resume(tmp_path / "run")
-    assert "Nothing was trained yet" in capsys.readouterr().out
-    assert_same_run(whole, tmp_path / "run")
-
-
-def test_a_run_killed_before_its_recipe_was_saved(recipe, tmp_path):
-    with RunFolder(tmp_path / "run").hold_lock():
-        pass
-    with pytest.raises(
-        CheckpointError, match="no config.yaml in it. It was killed before .*: delete the folder and start it again"
-    ):
+    with pytest.raises(CheckpointError, match=f"no config.yaml in it.*start it again, with --out {tmp_path}/run"):
         resume(tmp_path / "run")
-    train(recipe("train.epochs=1"), tmp_path / "run")  # which works without deleting it, too
+    train(recipe(*random_settings), tmp_path / "run")
+    assert_same_run(whole, tmp_path / "run")
 
 
 @pytest.mark.parametrize("where", ["model", "ema", "test loss"])

@@ -12,13 +12,12 @@ from timm.data import Mixup
 
 from revzoo.data.base import EpochSampler
 from revzoo.data.random import derive_seed
-from revzoo.errors import CheckpointError, InputError
-from revzoo.training import epochs, loop
+from revzoo.errors import InputError
+from revzoo.training import epochs
 from revzoo.training.loop import resume, train
 from revzoo.training.loss import SharedMixup
-from revzoo.training.processes import Shares
 from revzoo.training.run_folder import CHECKSUMS, RunFolder, seal
-from revzoo.training.setup import _share_batch
+from revzoo.training.setup import share_batch
 
 WHOLE = 24
 KEY = 2
@@ -104,7 +103,7 @@ def pretend_two_processes(run: Path) -> None:
                 content["processes"] = 2
             (state / name).write_text(json.dumps(content))
         (state / CHECKSUMS).unlink()
-        seal(state, {})
+        seal(state)
 
 
 def test_one_process_goes_on_with_a_run_of_two(recipe, tmp_path, monkeypatch, whole, random_settings, capsys, assert_same_run):
@@ -128,40 +127,27 @@ def test_one_process_goes_on_with_a_run_of_two(recipe, tmp_path, monkeypatch, wh
 
 
 def test_a_batch_that_cannot_be_shared(recipe):
-    assert _share_batch(24, Shares(3, 0), recipe()) == 8
+    assert share_batch(24, 3, recipe()) == 8
     with pytest.raises(
         InputError, match=r"has 24 examples, .*5 processes cannot share equally. .*with 1, 2, 3, 4, 6, 8, 12, 24 "
     ):
-        _share_batch(24, Shares(5, 0), recipe())
-    assert _share_batch(24, Shares(8, 0), recipe()) == 3
+        share_batch(24, 5, recipe())
+    assert share_batch(24, 8, recipe()) == 3
     with pytest.raises(InputError, match=r"has 24 examples, 12 pairs for mixup, .*Resume it with 1, 2, 3, 4, 6, 12 processes"):
-        _share_batch(24, Shares(8, 0), recipe("mixup={mixup_alpha: 0.8}"))
+        share_batch(24, 8, recipe("mixup={mixup_alpha: 0.8}"))
 
 
-def test_states_of_earlier_versions_are_refused(copied):
-    for state in RunFolder(copied).list_states():
-        (state / "progress.json").write_text('{"loss_sums": [0.0], "epoch": 1, "batch": 0}')
-    message = (
-        r"are of an earlier version of revzoo, .* from the weights after the last epoch: revzoo train .*last.safetensors\.$"
-    )
-    with pytest.raises(CheckpointError, match=message):
-        RunFolder(copied).read_progress()
-
-
-@pytest.mark.parametrize("when", ["later", "before its first state"])
-def test_a_restarted_job_goes_on_in_its_folder(when, recipe, tmp_path, monkeypatch, whole, random_settings, assert_same_run):
+def test_a_restarted_job_goes_on_in_its_folder(recipe, tmp_path, monkeypatch, whole, random_settings, assert_same_run):
     """The command is the same; another recipe, and a first start, are refused."""
-    out = tmp_path / "mine"
-    module, killed_at = (loop, 1) if when == "before its first state" else (epochs, 2)
-    calls, save_state = count(1), module.save_state
+    out, calls, save_state = tmp_path / "mine", count(1), epochs.save_state
 
     def kill(run):
-        if next(calls) == killed_at:
+        if next(calls) == 2:
             raise Killed
         save_state(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "save_state", kill)
+        patch.setattr(epochs, "save_state", kill)
         with pytest.raises(Killed):
             train(recipe(*random_settings), out)
     with pytest.raises(InputError, match="is not empty. Resume that run"):
@@ -177,27 +163,3 @@ def test_a_job_that_may_be_restarted_names_its_folder(recipe, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(InputError, match="add --out DIR"):
         train(recipe())
-
-
-def test_a_run_killed_before_its_first_state_keeps_its_batch(recipe, tmp_path, monkeypatch):
-    """One process goes on with what two of train.shard=full have begun, with batches of both."""
-    run, batches = tmp_path / "run", []
-
-    def stop(run):
-        batches.append((run.batch_size, run.origin.batch_size))
-        raise Killed
-
-    monkeypatch.setattr(loop, "save_state", stop)
-    with pytest.raises(Killed):
-        train(recipe(), run)
-    pretend_two_processes(run)
-    config = OmegaConf.load(run / "config.yaml")
-    config.train.shard = "full"
-    OmegaConf.save(config, run / "config.yaml")
-    for overrides in ([], ["data.batch_size=40"]):
-        with pytest.raises(Killed):
-            resume(run, overrides)
-    assert batches == [(320, 320), (320, 320), (40, 40)]
-    (run / "state" / "origin.json").write_text("{")
-    with pytest.raises(CheckpointError, match="origin.json cannot be used .* and start again"):
-        resume(run)

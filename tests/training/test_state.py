@@ -93,7 +93,8 @@ def test_a_state_of_another_model(finished, copied):
     (copied / "spec.yaml").write_text(revzoo.load_spec(copied, ["stages.0.depth=1"]).to_yaml())
     run = build_run(load_recipe(finished), copied, resumed=True)
     with pytest.raises(
-        CheckpointError, match=rf"{STATE} cannot be used \(The state does not fit the model: \d+ unexpected: model.stages"
+        CheckpointError,
+        match=rf"{STATE} cannot be used \(The state does not fit the model: .*stages.0.blocks.1",
     ):
         load_state(run)
 
@@ -126,12 +127,7 @@ def test_the_state_before_a_damaged_one(finished, copied, kind, capsys, assert_s
     assert "the one before it is used." in printed
     assert "Resuming after 0 epochs and 0 batches" in printed
     assert_same_run(finished, copied)
-    assert sorted(path.name for path in (copied / "state").iterdir()) == [
-        "00000-0000000",
-        "00001-0000000",
-        "lock",
-        "origin.json",
-    ]
+    assert sorted(path.name for path in (copied / "state").iterdir()) == ["00000-0000000", "00001-0000000", "lock"]
     assert [find_damage(path) for path in RunFolder(copied).list_states()] == ["", ""]
 
 
@@ -213,7 +209,7 @@ def test_what_a_killed_run_leaves_is_swept_away(finished, copied, assert_same_ru
     names = {path.name for path in copied.iterdir()} ^ {path.name for path in finished.iterdir()}
     assert names == {"notes.partial", ".tmpfile"}
     left = {path.name for path in state.iterdir()} - {"my-notes", "99999-copy"}
-    assert left == {"00000-0000000", "00001-0000000", "lock", "origin.json"}
+    assert left == {"00000-0000000", "00001-0000000", "lock"}
     (state / "00001-0000000").rename(state / "replaced-00001-0000000")  # killed between two renames
     resume(copied)
     assert_same_run(finished, copied)
@@ -236,10 +232,10 @@ def test_metrics_beyond_the_newest_state_are_dropped(copied, read_records):
 def test_a_full_disk(recipe, tmp_path, monkeypatch, read_records):
     publish_state = RunFolder.publish_state
 
-    def publish(self, written, progress, keep, checksums):
+    def publish(self, written, progress, keep):
         if progress.epoch:
             raise OSError(28, "No space left on device")
-        publish_state(self, written, progress, keep, checksums)
+        publish_state(self, written, progress, keep)
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "publish_state", publish)

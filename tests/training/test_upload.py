@@ -73,14 +73,18 @@ def test_what_a_kill_leaves_resumes_to_the_same_end(recipe, settings, tmp_path, 
 
 
 def test_training_goes_on_while_a_state_is_written(recipe, tmp_path, monkeypatch):
-    """The thread waits for the last batch; the results of the epoch wait for the state, and the end for the next one."""
+    """The thread waits for the last batch; the results of the epoch wait for the state, and the end for the next one.
+
+    The first state is complete before the first batch.
+    """
     trained, order = Event(), []
     publish, append, step = RunFolder.publish_state, RunFolder.append_record, Run._run_step
 
-    def publish_late(self, *arguments):
-        assert trained.wait(60)
-        time.sleep(0.2)
-        publish(self, *arguments)
+    def publish_late(self, written, progress, *arguments):
+        if progress.batch:
+            assert trained.wait(60)
+            time.sleep(0.2)
+        publish(self, written, progress, *arguments)
         order.append("state")
 
     def append_record(self, record):
@@ -95,8 +99,8 @@ def test_training_goes_on_while_a_state_is_written(recipe, tmp_path, monkeypatch
     monkeypatch.setattr(RunFolder, "publish_state", publish_late)
     monkeypatch.setattr(RunFolder, "append_record", append_record)
     monkeypatch.setattr(Run, "_run_step", run_step)
-    train(recipe("train.epochs=1", BEHIND), tmp_path / "run")
-    assert order == ["state", "results", "state"]
+    train(recipe("train.epochs=1", "train.save_every=2", BEHIND), tmp_path / "run")
+    assert order == ["state", "state", "results", "state"]
 
 
 def test_an_error_of_the_thread_ends_training_where_it_is_noticed(recipe, tmp_path, monkeypatch, read_records):
@@ -122,16 +126,19 @@ def test_an_error_of_training_leaves_the_state_that_was_being_written(recipe, tm
     """It is complete before the error is raised, and the message names it."""
     diverged, publish = Event(), RunFolder.publish_state
 
-    def publish_late(self, *arguments):
-        assert diverged.wait(60)
-        time.sleep(0.2)
-        publish(self, *arguments)
+    def publish_late(self, written, progress, *arguments):
+        if progress.batch:
+            assert diverged.wait(60)
+            time.sleep(0.2)
+        publish(self, written, progress, *arguments)
 
     def diverge(run, losses):
+        if run.progress.batch < 4:
+            return add_losses(run, losses)
         diverged.set()
-        add_losses(run, losses * math.nan)
+        return add_losses(run, losses * math.nan)
 
     monkeypatch.setattr(RunFolder, "publish_state", publish_late)
     monkeypatch.setattr(epochs, "add_losses", diverge)
-    with pytest.raises(DivergedError, match="nothing was saved since .*run/state/00000-0000000"):
-        train(recipe(BEHIND), tmp_path / "run")
+    with pytest.raises(DivergedError, match="nothing was saved since .*run/state/00000-0000002"):
+        train(recipe(BEHIND, "train.save_every=2"), tmp_path / "run")
