@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from revzoo.errors import InputError, UnknownNameError
-from revzoo.plugin import load_plugins
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -93,9 +92,8 @@ class Registry:
         return annotation
 
     def _load(self) -> dict[str, Callable[..., Any]]:
-        """Return all entries, those of the home module and of installed packages included."""
+        """Return all entries, those of the home module included."""
         import_module(self._home)
-        load_plugins()
         return self._entries
 
 

@@ -17,7 +17,6 @@ def declare(parser: Parser) -> None:
     declare_import(parser)
     parser.add_argument("--recipes", action="store_true", help="list the recipes of revzoo train instead")
     parser.add_argument("--long", action="store_true", help="also parameters, FLOPs, memory and weights, or what a recipe does")
-    parser.hints["--all"] = " revzoo list without a pattern prints the names of all models."
     parser.add_argument(
         "--docs", type=Path, metavar="DIR", help="measure these models and update zoo.json and zoo.md in DIR instead"
     )

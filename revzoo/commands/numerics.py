@@ -73,10 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     arithmetic = arguments.dtype + f", autocast {autocast}" * (autocast is not None) + ", exact" * arguments.exact
     title = f"{model.spec.name}, batch of {arguments.batch}, {arithmetic}"
     if arguments.plot is not None:
-        with show_status("drawing"):
-            from revzoo.display.figures.numerics import plot_numerics
+        from revzoo.display.figures.numerics import plot_numerics
 
-            plot_numerics(title, report, training, arguments.plot)
+        plot_numerics(title, report, training, arguments.plot)
     if arguments.json:
         about = {"model": model.spec.name, "batch": arguments.batch, "arithmetic": arithmetic}
         print(json.dumps(about | report.to_dict() | {"training": [point.to_dict() for point in training]}, indent=2))

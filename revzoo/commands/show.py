@@ -1,10 +1,7 @@
 """`revzoo show`: the report of a model as tables, JSON or a picture."""
 
 import argparse
-import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +19,6 @@ SUMMARY = "Show a model's parts, and the memory and FLOPs of a training step."
 def declare(parser: Parser) -> None:
     """Add the arguments of `revzoo show`."""
     declare_name(parser)
-    parser.hints["--device"] = " Nothing is run, so no device is needed: leave it out."
     parser.add_argument(
         "--batch", type=positive_count, metavar="N", help="examples in a batch (default: 32 images, or 8 texts)"
     )
@@ -40,14 +36,13 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.analysis.report_cache import read_or_count
     from revzoo.display.console import print_renderable, show_status
 
-    with show_status("counting memory and FLOPs"), pause_collection():
+    with show_status("counting memory and FLOPs"):
         count = partial(_count, name, overrides, arguments.batch)
         report = count() if overrides else read_or_count(name, arguments.batch, count)
     if arguments.plot is not None:
-        with show_status("drawing"):
-            from revzoo.display.figures.model import plot_model
+        from revzoo.display.figures.model import plot_model
 
-            plot_model(report, arguments.plot)
+        plot_model(report, arguments.plot)
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
@@ -72,19 +67,3 @@ def _find_weights(name: str) -> Path | None:
         return find_folder_weights(name)
     except CheckpointError:
         return None
-
-
-@contextmanager
-def pause_collection() -> Iterator[None]:
-    """Let Python look for no garbage inside.
-
-    Importing torch and timm, and counting, make objects that stay. As they become more, Python looks through all of them again
-    and again, which is a sixth of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

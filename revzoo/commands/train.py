@@ -1,12 +1,10 @@
 """`revzoo train`: train a model by a recipe, or resume a run."""
 
 import argparse
-import os
-from contextlib import AbstractContextManager
 from pathlib import Path
 
-from revzoo.commands.parser import DEVICE_HINT, Parser, declare_import, require_png, split_overrides
-from revzoo.errors import InputError, quote
+from revzoo.commands.parser import Parser, declare_import, require_png, split_overrides
+from revzoo.errors import InputError
 
 SUMMARY = "Train a model by a recipe."
 _PICTURE = Path("learning-rate.png")
@@ -19,10 +17,10 @@ def declare(parser: Parser) -> None:
     parser.epilog = (
         f"Recipes: {', '.join(list_recipes())}. Several GPUs: accelerate launch --num_processes N -m zoo_cli train ...; "
         "several processes without GPUs: ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m zoo_cli "
-        "train ...; a network divided over them: torchrun --nproc-per-node N -m zoo_cli train ... train.shard=full"
+        "train ...; a network divided over them: torchrun --nproc-per-node N -m zoo_cli train ... train.shard=full. "
+        "A GPU is used where there is one: CUDA_VISIBLE_DEVICES chooses it, ACCELERATE_USE_CPU=true the CPU."
     )
     declare_import(parser)
-    parser.hints |= dict.fromkeys(("--device", "--gpus", "--gpu", "--cpu"), DEVICE_HINT)
     parser.list_settings = _list_settings
     parser.add_argument(
         "recipe", nargs="*", help="a recipe's name or .yaml file (default: digits), and overrides such as optimizer.lr=1e-3"
@@ -38,8 +36,8 @@ def declare(parser: Parser) -> None:
         "--dry-run", action="store_true", help="stop before the first step: after data, model, memory, plan and gradients"
     )
     instead.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder")
+    instead.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"with --find-lr: the picture (default: {_PICTURE})")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
     parser.add_argument(
         "--accept-changes", action="store_true", help="with --resume: go on although recipe or place of the data have changed"
     )
@@ -65,13 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _show_status(what: str) -> AbstractContextManager[object]:
-    """Say what is being done, in the first of several processes."""
-    from revzoo.display.console import show_status
-
-    return show_status(what, shown=os.environ.get("RANK", "0") == "0")
-
-
 def _leave_group() -> None:
     """End the connections to other processes; a process that exits with them open may be aborted when another has gone."""
     from torch import distributed
@@ -82,55 +73,37 @@ def _leave_group() -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     recipes, overrides = split_overrides(arguments.recipe)
-    if arguments.out is not None and arguments.find_lr:
-        raise InputError("--find-lr keeps nothing but a picture. Received: --out. Use --plot FILE.png for its name.")
-    if arguments.out is not None and (arguments.print_config or arguments.dry_run):
-        raise InputError("Only training writes a folder. Received: --out with --print-config or --dry-run. Leave one out.")
     if arguments.plot is not None and not arguments.find_lr:
-        raise InputError(
-            "--plot is the picture of --find-lr. Received: --plot without it. A run draws curves.png in its folder."
-        )
+        raise InputError("--plot is the picture of --find-lr. A run draws curves.png in its folder. Leave it out.")
     if arguments.resume is not None:
-        if recipes or arguments.out is not None:
+        if recipes:
             raise InputError(
-                "A resumed run keeps its recipe and its folder. Received: --resume with a recipe or --out. Use revzoo train "
-                "--resume DIR, with overrides such as train.epochs=20 if it is to train longer."
+                f"A resumed run keeps its recipe. Received: --resume and {recipes[0]}. An override such as train.epochs=20 "
+                "lets it train longer."
             )
-        with _show_status("loading the libraries"):
-            from revzoo.training.loop import resume
+        from revzoo.training.loop import resume
 
         resume(arguments.resume, overrides, accept_changes=arguments.accept_changes, release_lock=arguments.release_lock)
         return 0
     if arguments.release_lock or arguments.accept_changes:
         raise InputError("--release-lock and --accept-changes are for runs that go on. Received: no --resume DIR.")
     if len(recipes) > 1:
-        words = [word for word in recipes[1:] if Path(word).exists()]
-        example = quote(f"data.root={words[0]}") if words else "train.epochs=3"
-        raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like {example}.")
-    with _show_status("reading the recipe"):
-        from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
+        raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like data.root=DIR.")
+    from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 
-        source = recipes[0] if recipes else DEFAULT_RECIPE
-        recipe = load_recipe(source, overrides, complete=not arguments.print_config)  # refused before the loop is imported
+    recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides, complete=not arguments.print_config)
     if arguments.find_lr:
-        with _show_status("loading the libraries"):
-            from revzoo.training.learning_rate import find_learning_rate
+        from revzoo.training.learning_rate import find_learning_rate
 
         picture = arguments.plot or _PICTURE
         require_png(picture)
         print(f"The middle of the longest fall of the loss: optimizer.lr={find_learning_rate(recipe, picture):.1e}, {picture}")
-        return 0
-    if arguments.print_config:
-        with _show_status("reading the recipe"):
-            from revzoo.training.recipe_text import write_recipe
+    elif arguments.print_config:
+        from revzoo.training.recipe_text import write_recipe
 
         print(write_recipe(recipe), end="")
-        return 0
-    with _show_status("loading the libraries"):
+    else:
         from revzoo.training.loop import preview, train
 
-    if arguments.dry_run:
-        preview(recipe)
-    else:
-        train(recipe, arguments.out)
+        preview(recipe) if arguments.dry_run else train(recipe, arguments.out)
     return 0
