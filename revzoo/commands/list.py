@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list_recipes(arguments: argparse.Namespace) -> int:
     """Print the names of the recipes that match, or with --long what the first lines of their files say."""
-    from revzoo.spec.names import list_recipes, recipe_file
+    from revzoo.spec.names import list_recipes, recipe_files
 
     if arguments.docs is not None:
         raise InputError("--docs is for models. Received: --recipes. Leave one out.")
@@ -65,7 +65,8 @@ def _list_recipes(arguments: argparse.Namespace) -> int:
     from revzoo.display.console import print_renderable
     from revzoo.display.tables.zoo import tabulate_recipes
 
-    print_renderable(tabulate_recipes({name: _read_first_sentence(recipe_file(name)) for name in names}))
+    files = recipe_files()
+    print_renderable(tabulate_recipes({name: _read_first_sentence(files[name]) for name in names}))
     return 0
 
 

@@ -26,9 +26,6 @@ class Unbuilt(nn.Module):
 
 @branches.register("listed")
 def make_listed(context, *, widths: list[int]): ...
-
-@branches.register("positional")
-def make_positional(context, hidden=3): ...
 """
 FILES = {
     "table.csv": "text,label\n" + "a cat,cat\na dog,dog\n" * 12,
@@ -155,7 +152,6 @@ WRONG = {
         for part, expected in {
             "unbuilt": ("stages.0.f", "AttributeError", "line 8 of "),
             "listed, widths: [3]": ("widths", "list[int]", "tuple[int, ...]"),
-            "positional, hidden: 3": ("'hidden'", "without a *"),
         }.items()
     },
     # recipes and settings
