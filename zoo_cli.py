@@ -1,17 +1,11 @@
 """The command line: parses arguments and calls the command, which is the file of its name in `revzoo/commands/`."""
 
-import atexit
 import os
-import select
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
-from io import UnsupportedOperation
-from types import FrameType
-from typing import Any, NoReturn, TextIO, cast
+from typing import cast
 
 from revzoo.commands.parser import Command, Parser
 from revzoo.errors import RevzooError, UnknownNameError, explain_os_error
@@ -28,22 +22,9 @@ COMMANDS = (
 
 
 def run() -> int:
-    """Run one command and end the process, or return the exit status.
-
-    At its end Python would free every object one by one, which takes a second of CPU after `import timm`. The operating system
-    frees them at once. Where other threads still run, Python ends the process and waits for them. `python -m zoo_cli` ends as
-    Python does, for launchers of many processes and for profilers, which write when it ends.
-    """
-    status = main()
-    if threading.active_count() == 1:
-        atexit._run_exitfuncs()
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        except OSError:  # nobody reads the output: Python says so when it ends the process
-            return status
-        os._exit(status)
-    return status
+    """Run one command as a process of its own, and return the exit status."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a command as Ctrl-C does: temporary files are removed
+    return main()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,34 +35,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     # Threads that spin while they wait make small models ten times slower where something else uses the cores as well.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if "_ARGCOMPLETE" in os.environ:
-        from revzoo.commands.completion import complete
-
-        complete({name: load_command(name) for name in COMMANDS})
     try:
-        try:
-            return _run(name, rest)
-        finally:
-            sys.stdout.flush()  # while a pipe that was closed can still be noticed
+        status = _run(name, rest)
+        sys.stdout.flush()  # while a pipe that was closed can still be noticed
+        return status
     except RevzooError as error:
         print(f"revzoo: {error}", file=sys.stderr)
         return error.exit_status
+    except BrokenPipeError:  # whoever reads the output, such as head, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it exits
+        return 128 + signal.SIGPIPE
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _is_closed(sys.stdout):  # whoever reads it, such as head, has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it exits
-            return 128 + signal.SIGPIPE
         print(f"revzoo: {explain_os_error(error)}", file=sys.stderr)
-        return 2
-    except Exception as error:
-        from revzoo.plugin import explain_part
-
-        if (reason := explain_part(error)) is None:
-            raise
-        print(f"revzoo: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
         print(f"\nrevzoo: {stopped if stopped.args else 'stopped'}", file=sys.stderr)
-        return 128 + getattr(stopped, "signum", 2)
+        return 128 + getattr(stopped, "signum", signal.SIGINT)
 
 
 def _run(name: str, rest: list[str]) -> int:
@@ -90,76 +59,21 @@ def _run(name: str, rest: list[str]) -> int:
     if name in ("-h", "--help", "help"):
         return _print_help()
     if name == "--version":
-        return _print_version()
+        import revzoo
+
+        print(f"revzoo {revzoo.__version__}")
+        return 0
     if name not in COMMANDS:
         raise UnknownNameError("command", name, COMMANDS, _hint_at_command(name))
     command = load_command(name)
     parser = Parser(prog=f"revzoo {name}", description=command.SUMMARY)
     command.declare(parser)
-    with _end_by_exception():
-        arguments = parser.parse(rest)
-        _import_packages(getattr(arguments, "imports", ()))
-        return command.run(arguments)
-
-
-def _is_closed(stream: TextIO) -> bool:
-    """Return whether a stream is a pipe that nobody reads any more."""
-    poll = select.poll()
-    try:
-        poll.register(stream.fileno(), 0)
-    except UnsupportedOperation:  # it is no file
-        return False
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def _import_packages(names: Sequence[str]) -> None:
-    if names:
+    arguments = parser.parse(rest)
+    for package in getattr(arguments, "imports", ()):
         from revzoo.plugin import import_package
 
-        for name in names:
-            import_package(name)
-
-
-class _Stopped(KeyboardInterrupt):
-    """A signal asked the command to end."""
-
-    def __init__(self, signum: int):
-        super().__init__()
-        self.signum = signum
-
-
-@contextmanager
-def _end_by_exception() -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does, by an exception: temporary files are then removed.
-
-    A library that meets the exception where it expects none may raise another one in its place, or go on. The command has been
-    stopped all the same.
-
-    Raises:
-        _Stopped: a signal has come.
-    """
-    received: list[int] = []
-
-    def end(signum: int, frame: FrameType | None) -> NoReturn:
-        received.append(signum)
-        raise _Stopped(signum)
-
-    defaults: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    is_main = threading.current_thread() is threading.main_thread()  # signals can only be caught there
-    ours = [signum for signum, default in defaults.items() if is_main and signal.getsignal(signum) is default]
-    for signum in ours:
-        signal.signal(signum, end)
-    try:
-        yield
-    except Exception as error:
-        if received:
-            raise _Stopped(received[0]) from error
-        raise
-    finally:
-        for signum in ours:
-            signal.signal(signum, defaults[signum])
-    if received:
-        raise _Stopped(received[0])
+        import_package(package)
+    return command.run(arguments)
 
 
 def load_command(name: str) -> Command:
@@ -185,12 +99,5 @@ def _print_help() -> int:
     return 0
 
 
-def _print_version() -> int:
-    import revzoo
-
-    print(f"revzoo {revzoo.__version__}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

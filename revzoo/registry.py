@@ -6,12 +6,10 @@ take none), and what a spec may set as keyword-only parameters. A spec can reach
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
 from revzoo.errors import InputError, UnknownNameError
-from revzoo.plugin import load_plugins
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -68,44 +66,19 @@ class Registry:
         Raises:
             InputError: an annotation names what its module does not have, such as what only type checkers import.
         """
-        target = self[name]
-        return {
-            key: p.replace(annotation=self._evaluate(p, name, target)) if isinstance(p.annotation, str) else p
-            for key, p in inspect.signature(target).parameters.items()
-            if p.kind is inspect.Parameter.KEYWORD_ONLY
-        }
-
-    def list_positional(self, name: str) -> list[str]:
-        """Return the names of the positional parameters of an entry, which no spec sets."""
-        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return [key for key, p in inspect.signature(self[name]).parameters.items() if p.kind in kinds]
-
-    def _evaluate(self, parameter: inspect.Parameter, name: str, target: Callable[..., Any]) -> Any:
-        annotation, namespace = parameter.annotation, getattr(_find_function(target), "__globals__", {})
         try:
-            while isinstance(annotation, str):
-                annotation = eval(annotation, namespace)
-        except Exception as error:  # the user's own text
+            parameters = inspect.signature(self[name], eval_str=True).parameters
+        except NameError as error:  # the user's own text
             raise InputError(
-                f"The annotation of {parameter.name} in the {self.kind} {name!r} cannot be read ({error}). Received: "
-                f"{parameter.annotation}. Import the names in it outside of `if TYPE_CHECKING`."
+                f"The annotations of the {self.kind} {name!r} cannot be read ({error}). Import the names in them outside of "
+                "`if TYPE_CHECKING`."
             ) from error
-        return annotation
+        return {key: p for key, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
     def _load(self) -> dict[str, Callable[..., Any]]:
-        """Return all entries, those of the home module and of installed packages included."""
+        """Return all entries, those of the home module included."""
         import_module(self._home)
-        load_plugins()
         return self._entries
-
-
-def _find_function(target: Any) -> Any:
-    """Return the function whose parameters a callable has."""
-    while isinstance(target, partial):
-        target = target.func
-    if inspect.isclass(target):
-        target = target.__init__
-    return inspect.unwrap(target if hasattr(target, "__globals__") else type(target).__call__)
 
 
 couplings = Registry("coupling", "revzoo.runtime.coupling")

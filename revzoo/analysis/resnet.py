@@ -6,9 +6,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.layers.norm import build_batch_norm
-from revzoo.parts.layers.preactivated_unit import UnitLayout, build_preactivated_unit, build_shortcut
-from revzoo.parts.stems.conv import ConvStem
+from revzoo.parts.layers.convolution import UnitLayout, build_batch_norm, build_preactivated_unit, build_shortcut
+from revzoo.parts.stems.convolution import ConvStem
 
 
 class ResNetLayout(NamedTuple):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo.commands.parser import DEVICE_HINT, Parser, declare_import, split_overrides
+from revzoo.commands.parser import Parser, declare_import, split_overrides
 from revzoo.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,13 +17,13 @@ SUMMARY = "Evaluate a trained model, or weights that ship."
 
 def declare(parser: Parser) -> None:
     """Add the arguments of `revzoo eval`."""
+    parser.epilog = "A GPU is used where there is one: CUDA_VISIBLE_DEVICES chooses it, ACCELERATE_USE_CPU=true the CPU."
     parser.add_argument(
         "target",
         nargs="*",
         help="the folder of a run, a checkpoint in it, or a model whose weights ship; and overrides such as data.root=DIR",
     )
     declare_import(parser)
-    parser.hints["--device"] = DEVICE_HINT
     parser.add_argument("--pretrained", metavar="NAME", help="evaluate the weights that ship for this model")
 
 

@@ -18,7 +18,6 @@ def declare(parser: Parser) -> None:
     declare_import(parser)
     parser.add_argument("--recipes", action="store_true", help="list the recipes of revzoo train instead")
     parser.add_argument("--long", action="store_true", help="also parameters, FLOPs, memory and weights, or what a recipe does")
-    parser.hints["--all"] = " revzoo list without a pattern prints the names of all models."
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list_recipes(arguments: argparse.Namespace) -> int:
     """Print the names of the recipes that match, or with --long what the first lines of their files say."""
-    from revzoo.spec.names import list_recipes, recipe_file
+    from revzoo.spec.names import list_recipes, recipe_files
 
     names = list_recipes(arguments.pattern)
     if not names:
@@ -54,7 +53,8 @@ def _list_recipes(arguments: argparse.Namespace) -> int:
     from revzoo.display.console import print_renderable
     from revzoo.display.tables.zoo import tabulate_recipes
 
-    print_renderable(tabulate_recipes({name: _read_first_sentence(recipe_file(name)) for name in names}))
+    files = recipe_files()
+    print_renderable(tabulate_recipes({name: _read_first_sentence(files[name]) for name in names}))
     return 0
 
 

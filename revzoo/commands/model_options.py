@@ -32,7 +32,7 @@ def declare_model(
     declare_name(parser, name_help)
     parser.add_argument("--batch", type=batch, metavar=metavar, help=batch_help)
     parser.add_argument("--device", metavar="D", help="where to run (default: cuda if available, else cpu)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help=DTYPE_HELP)
+    parser.add_argument("--dtype", choices=DTYPES, help=DTYPE_HELP)
     parser.add_argument(
         "--optimizer",
         metavar="NAME",
@@ -52,7 +52,7 @@ def create_model(arguments: argparse.Namespace) -> "Model":
 
     torch.manual_seed(0)
     device = "meta" if arguments.meta else arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return create(name, overrides=overrides, device=device, dtype=getattr(torch, arguments.dtype))
+    return create(name, overrides=overrides, device=device, dtype=getattr(torch, arguments.dtype or "float32"))
 
 
 def create_batch(model: "Model", size: int | None) -> "Tensor":

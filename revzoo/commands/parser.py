@@ -12,28 +12,17 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 DTYPE_HELP = "number format of weights and streams (default: float32)"
 NAME_HELP = "a model, a spec file, the folder of a run or of a saved model, or hf-hub:OWNER/NAME"
 JSON_HELP = "print everything as JSON instead"
-DEVICE_HINT = (  # of commands whose device Accelerate chooses
-    " A GPU is used where there is one: CUDA_VISIBLE_DEVICES=0 in front of the command chooses it, "
-    "ACCELERATE_USE_CPU=true the CPU."
-)
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are revzoo's errors, with the nearest option or override.
 
-    A command adds what its users may take for an option: `hints`, a sentence for each name, and `list_settings`, which returns
-    the paths of its overrides.
+    A command whose users may take a setting for an option sets `list_settings`, which returns the paths of its overrides.
     """
 
     def __init__(self, **settings: Any):
-        self.hints: dict[str, str] = {}
-        self.list_settings: Callable[[], list[str]] | None = None
+        self.list_settings: Callable[[], list[str]] = list
         super().__init__(allow_abbrev=False, **settings)
-
-    @property
-    def options(self) -> list[str]:
-        """The names of all options, those in groups, too."""
-        return list(self._option_string_actions)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the parsed arguments; positional ones may stand anywhere among the options.
@@ -43,39 +32,25 @@ class Parser(argparse.ArgumentParser):
             InputError: a value is missing or wrong, or there is one too many.
         """
         if "" in arguments:
-            raise self.error("an empty word was typed, such as that of a shell variable that is not set")
-        parsed, rest = self.parse_known_intermixed_args(self._join_negative_values(arguments))
+            self.error("an empty word was typed, such as that of a shell variable that is not set")
+        parsed, rest = self.parse_known_intermixed_args(arguments)
         if rest and rest[0].startswith("-"):
-            raise self._unknown_option(rest[0], arguments)
+            raise self._unknown_option(rest[0])
         if rest:
             self.error(f"unexpected argument {rest[0]!r}")
         return parsed
 
-    def _join_negative_values(self, arguments: Sequence[str]) -> list[str]:
-        """Write `--budget -8MiB` as `--budget=-8MiB`: the value is what is wrong, and not that there is none."""
-        joined: list[str] = []
-        for argument in arguments:
-            if joined and joined[-1] in self.options and argument[:1] == "-" and argument[1:2].isdecimal():
-                joined[-1] += f"={argument}"
-            else:
-                joined.append(argument)
-        return joined
-
-    def _unknown_option(self, received: str, arguments: Sequence[str]) -> UnknownNameError:
+    def _unknown_option(self, received: str) -> UnknownNameError:
         """Return the error of an option, with the override that sets what it was to set."""
-        option, _, value = received.partition("=")
-        hint = self.hints.get(option, "")
-        if not hint and self.list_settings is not None and find_nearest(option, self.options, cutoff=0.75) is None:
-            from revzoo.spec.synonym import find_settings, find_similar_settings
+        (option, _, value), hint = received.partition("="), ""
+        options = list(self._option_string_actions)
+        if find_nearest(option, options, cutoff=0.75) is None:
+            from revzoo.spec.synonym import find_settings
 
-            path, known = option.lstrip("-").replace("-", "_"), self.list_settings()
-            settings = find_settings(path, known) or find_similar_settings(path, known)
-            value = value or next(iter(arguments[arguments.index(received) + 1 :]), "")
-            value = value if value and not value.startswith("-") and "=" not in value else "..."
-            hint = "".join(
-                f" Settings are overrides without dashes: {quote(f'{setting}={value}')}." for setting in settings[:1]
-            )
-        return UnknownNameError(f"option of {self.prog}", option, self.options, hint)
+            for setting in find_settings(option.lstrip("-").replace("-", "_"), self.list_settings())[:1]:
+                override = f"{setting}={value or '...'}"
+                hint = f" Settings are overrides without dashes: {quote(override)}."
+        return UnknownNameError(f"option of {self.prog}", option, options, hint)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and leaving."""
@@ -90,7 +65,7 @@ def declare_import(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="PACKAGE",
-        help="a package or module with parts or specs of yours, which is not installed as a plugin",
+        help="a package or module with parts or specs of yours",
     )
 
 

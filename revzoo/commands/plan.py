@@ -2,18 +2,19 @@
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from revzoo.commands.model_name import is_any_module, read_name
 from revzoo.commands.model_options import BATCH_HELP, create_batch, create_loss, create_model, create_optimizer, declare_model
 from revzoo.commands.parser import NAME_HELP, Parser, batch_or_range, require_png, require_writable
-from revzoo.errors import InputError, join_names
+from revzoo.errors import InputError
 
 if TYPE_CHECKING:
+    from revzoo.graph import ModulePlan
     from revzoo.model.network import Model
     from revzoo.planning.plan import Plan
     from revzoo.planning.profiling.profile import Profile
@@ -22,12 +23,11 @@ if TYPE_CHECKING:
 
 SUMMARY = "Find the fastest mix of modes that fits a memory budget."
 
-_OTHER_NAMES = "or timm:NAME, a folder with the config.json of a Transformers model, or package.module:function"
-_LOOKAHEADS: dict[str, "LookaheadOption"] = {"0": 0, "1": 1}
+_OTHER_NAMES = "timm:NAME, a folder with the config.json of a Transformers model, or package.module:function"
+_LOOKAHEADS: dict[str | None, "LookaheadOption"] = {None: 0, "0": 0, "1": 1}
 _OF_RANKS = ("--shard", "--nodes", "--offload")
 _OF_RUNNING = ("--device", "--lookahead")
 _OF_THE_ZOO = (*_OF_RUNNING, "--dtype", "--meta", "--loss", "--accumulate", "--ranks", *_OF_RANKS)
-_DEFAULTS = {"--dtype": "float32", "--lookahead": "0"}  # of those that have one
 
 
 def declare(parser: Parser) -> None:
@@ -37,7 +37,7 @@ def declare(parser: Parser) -> None:
         "one is named."
     )
     batch_help = f"{BATCH_HELP}, or a range to search for the most samples per second, such as auto:16-256"
-    declare_model(parser, batch_or_range, "N|auto:LOW-HIGH", batch_help, f"{NAME_HELP}, {_OTHER_NAMES}")
+    declare_model(parser, batch_or_range, "N|auto:LOW-HIGH", batch_help, f"{NAME_HELP}, or {_OTHER_NAMES}")
     parser.add_argument(
         "--budget",
         required=True,
@@ -48,18 +48,17 @@ def declare(parser: Parser) -> None:
         "--solver",
         choices=("timeline", "knapsack"),
         default="timeline",
-        help="timeline is exact; knapsack is a published method, for comparison (default: timeline)",
+        help="timeline is exact; knapsack, for comparison, is the published method for models of the zoo (default: timeline)",
     )
     parser.add_argument(
         "--lookahead",
-        choices=tuple(_LOOKAHEADS),
-        default="0",
+        choices=("0", "1"),
         help="steps recovered ahead of backward (default: 0)",
     )
     parser.add_argument(
         "--loss",
         choices=("cross_entropy", "sum"),
-        help="what keeps memory for backward behind the model: cross_entropy of its outputs, or their sum, which keeps none "
+        help="what keeps memory for backward after the model: cross_entropy of its outputs, or their sum, which keeps none "
         "(default: cross_entropy for a classifier or language model of the zoo, else sum)",
     )
     parser.add_argument(
@@ -92,192 +91,145 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         require_writable(arguments.out)
     name, overrides = read_name(arguments.name)
-    if is_any_module(name):
-        return _plan_any_module(arguments, name, overrides)
-    if arguments.profile:
-        raise InputError("Models of the zoo are always timed where they can be run. Received: --profile. Leave it out.")
-    if arguments.ranks is not None:
-        _require_counting(arguments)
-        arguments.meta = True
-    elif unused := _list_given(arguments, _OF_RANKS):
-        raise InputError(f"Only ranks take {join_names(unused)}. Received: no --ranks. Add --ranks N.")
-    from revzoo.display.console import show_status
-
-    with show_status("loading the model"):
-        from revzoo.analysis.dry_run import accumulated_gradients
-        from revzoo.planning.budget import parse_budget
-
-        model = create_model(arguments)
-        parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
-    make_plan = _plan_ranks if arguments.ranks is not None else _plan_batch
-    make_plan = _plan_batches if isinstance(arguments.batch, tuple) else make_plan
-    with accumulated_gradients(model) if arguments.accumulate and arguments.ranks is None else nullcontext():
-        plan = make_plan(arguments, model)
+    plan = _plan_any_module(arguments, name, overrides) if is_any_module(name) else _plan_of_the_zoo(arguments)
     if arguments.out is not None:
         plan.save(arguments.out)
         if not arguments.json:
-            print(f"{arguments.out}: give it to a model with revzoo.Plan.load({str(arguments.out)!r}).apply(model).")
+            load = f"revzoo.{type(plan).__name__}.load({str(arguments.out)!r})"
+            print(f"{arguments.out}: give it to the model with {load}.apply(model).")
     return 0
 
 
-def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequence[str]) -> int:
-    """Plan a module that is not the zoo's; print, draw and save the plan."""
+def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequence[str]) -> "ModulePlan":
+    """Plan a module that is not the zoo's; print and draw the plan."""
+    _refuse(arguments, "models of the zoo", *_OF_THE_ZOO)
+    if overrides or arguments.solver == "knapsack" or isinstance(arguments.batch, tuple):
+        raise InputError(
+            f"Overrides, --solver knapsack and ranges of batch sizes: for models of the zoo. Received: {name}. Leave them out."
+        )
+    import torch
+
     from revzoo.display.console import show_status
+    from revzoo.graph import plan_module
+    from revzoo.graph.named_module import create_named_module
+    from revzoo.graph.table import tabulate_module_plan
 
-    unused = _list_given(arguments, _OF_THE_ZOO) + ["overrides"] * bool(overrides)
-    unused += ["--solver knapsack"] * (arguments.solver == "knapsack")
-    if unused:
-        raise InputError(f"Only models of the zoo take {join_names(unused)}. Received: {name}.")
-    if isinstance(arguments.batch, tuple):
-        raise InputError(f"A range of batch sizes is for models of the zoo. Received: {name}. Give one size.")
     with show_status("planning"):
-        import torch
-
-        from revzoo.graph import plan_module
-        from revzoo.graph.named_module import create_named_module
-
         torch.manual_seed(0)
         module, batch = create_named_module(name, arguments.batch)
         optimizer = create_optimizer(arguments.optimizer, module)
         plan, details = plan_module(module, batch, arguments.budget, optimizer=optimizer, profile=arguments.profile)
     if arguments.plot is not None:
-        with show_status("drawing"):
-            from revzoo.graph.figure import plot_module_plan
+        from revzoo.graph.figure import plot_module_plan
 
-            plot_module_plan(plan, details, arguments.plot)
-    if arguments.out is not None:
-        plan.save(arguments.out)
-    if arguments.json:
-        print(json.dumps({"plan": asdict(plan), "details": asdict(details)}, indent=2))
-    else:
-        from revzoo.display.console import print_renderable
-        from revzoo.graph.table import tabulate_module_plan
-
-        print_renderable(tabulate_module_plan(plan, details))
-        if arguments.out is not None:
-            print(f"{arguments.out}: give it to the module with revzoo.ModulePlan.load({str(arguments.out)!r}).apply(module).")
-    return 0
-
-
-def _list_given(arguments: argparse.Namespace, options: Iterable[str]) -> list[str]:
-    """Return those of the options that have another value than by default."""
-    values = {option: getattr(arguments, option.strip("-").replace("-", "_")) for option in options}
-    return [name for name, value in values.items() if not (value is None or value is False or value == _DEFAULTS.get(name))]
-
-
-def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
-    """Plan one batch size; print and draw the plan."""
-    from revzoo.display.console import show_status
-
-    with show_status("planning"):
-        from revzoo.planning.planner import profile_and_plan
-
-        batch, optimizer = create_batch(model, arguments.batch), create_optimizer(arguments.optimizer, model)
-        profile, plan = profile_and_plan(
-            model,
-            batch,
-            arguments.budget,
-            solver=arguments.solver,
-            optimizer=optimizer,
-            loss=create_loss(arguments.loss, model),
-            lookahead=_LOOKAHEADS[arguments.lookahead],
-        )
-    _show(arguments, model, profile, plan)
+        plot_module_plan(plan, details, arguments.plot)
+    _print(arguments, {"plan": asdict(plan), "details": asdict(details)}, tabulate_module_plan(plan, details))
     return plan
 
 
-def _require_counting(arguments: argparse.Namespace) -> None:
-    """Raise InputError for options that need the model to be run, which many ranks are not."""
-    if unused := _list_given(arguments, _OF_RUNNING) + ["a range of batch sizes"] * isinstance(arguments.batch, tuple):
-        raise InputError(f"Many ranks are counted and not run. Received: --ranks and {join_names(unused)}. Leave one out.")
-    if arguments.budget == "auto" or "%" in arguments.budget:  # of the machine that plans, which is none of the ranks
-        raise InputError(
-            f"The memory of a rank is not known here. Received: --budget {arguments.budget}. Give a size, such as 80GB."
-        )
-
-
-def _plan_ranks(arguments: argparse.Namespace, model: "Model") -> "Plan":
-    """Plan for one of many ranks; print and draw the plan."""
+def _plan_of_the_zoo(arguments: argparse.Namespace) -> "Plan":
+    """Plan a model of the zoo; print and draw the plan."""
+    _refuse(arguments, "modules that are not of the zoo", "--profile")
+    has_range = isinstance(arguments.batch, tuple)
+    if arguments.ranks is None:
+        _refuse(arguments, "many ranks: add --ranks N", *_OF_RANKS)
+    else:  # many ranks are counted, and not run
+        _refuse(arguments, "plans of one process, and not for --ranks", *_OF_RUNNING)
+        if has_range or arguments.budget == "auto" or "%" in arguments.budget:
+            raise InputError(
+                "With --ranks --batch is one size, and --budget a size such as 80GB, since the memory of a rank is not known "
+                f"here. Received: --budget {arguments.budget}{' and a range of batch sizes' if has_range else ''}."
+            )
+        arguments.meta = True
+    from revzoo.analysis.dry_run import accumulated_gradients
     from revzoo.display.console import show_status
+    from revzoo.planning.budget import parse_budget
+
+    model = create_model(arguments)
+    parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
+    settings = {
+        "solver": arguments.solver,
+        "optimizer": create_optimizer(arguments.optimizer, model),
+        "loss": create_loss(arguments.loss, model),
+    }
+    if arguments.ranks is not None:
+        with show_status("planning"):
+            result, profile = _plan_ranks(arguments, model, settings)
+        return _show(arguments, model, profile, result.plan, result)
+    settings["lookahead"] = _LOOKAHEADS[arguments.lookahead]
+    with accumulated_gradients(model) if arguments.accumulate else nullcontext():
+        if has_range:
+            return _plan_batches(arguments, model, settings)
+        from revzoo.planning.planner import profile_and_plan
+
+        with show_status("planning"):
+            batch = create_batch(model, arguments.batch)
+            profile, plan = profile_and_plan(model, batch, arguments.budget, **settings)
+        return _show(arguments, model, profile, plan)
+
+
+def _refuse(arguments: argparse.Namespace, users: str, *options: str) -> None:
+    """Raise InputError for those of the options that were given: they would have no effect."""
+    values = {option: getattr(arguments, option.strip("-").replace("-", "_")) for option in options}
+    if given := [option for option, value in values.items() if value is not None and value is not False]:
+        raise InputError(f"{', '.join(given)}: for {users}. Received: {' '.join(arguments.name)}. Leave it out otherwise.")
+
+
+def _plan_ranks(arguments: argparse.Namespace, model: "Model", settings: dict[str, Any]) -> "tuple[RankPlan, Profile]":
     from revzoo.planning.ranks.division import Division
     from revzoo.planning.ranks.rank_plan import plan_ranks
 
-    with show_status("planning"):
-        result, profile = plan_ranks(
-            model,
-            create_batch(model, arguments.batch),
-            arguments.budget,
-            Division(
-                arguments.ranks,
-                arguments.shard or "full",
-                1 if arguments.nodes is None else arguments.nodes,
-                arguments.offload,
-            ),
-            solver=arguments.solver,
-            optimizer=create_optimizer(arguments.optimizer, model),
-            loss=create_loss(arguments.loss, model),
-            accumulate=arguments.accumulate,
-        )
-    _show(arguments, model, profile, result.plan, result)
-    return result.plan
+    nodes = 1 if arguments.nodes is None else arguments.nodes
+    division = Division(arguments.ranks, arguments.shard or "full", nodes, arguments.offload)
+    batch = create_batch(model, arguments.batch)
+    return plan_ranks(model, batch, arguments.budget, division, accumulate=arguments.accumulate, **settings)
 
 
 def _show(
     arguments: argparse.Namespace, model: "Model", profile: "Profile", plan: "Plan", ranks: "RankPlan | None" = None
-) -> None:
-    """Draw a plan, and print it beside other schedules, or everything as JSON."""
-    from revzoo.display.console import show_status
+) -> "Plan":
+    """Draw a plan, and print it next to other schedules, or everything as JSON; return it."""
+    from revzoo.display.tables.plan import tabulate_plan
+    from revzoo.display.tables.ranks import tabulate_ranks
     from revzoo.planning.comparison import evaluate_budgets, evaluate_uniform_schedules
 
-    with show_status("planning other budgets"):
-        beside, fixed_bytes = evaluate_uniform_schedules(model, profile), profile.memory.fixed_bytes
-        budgets = evaluate_budgets(profile) if arguments.plot is not None or arguments.json else []
+    others, fixed_bytes = evaluate_uniform_schedules(model, profile), profile.memory.fixed_bytes
+    budgets = evaluate_budgets(profile) if arguments.plot is not None or arguments.json else []
     if arguments.plot is not None:
-        with show_status("drawing"):
-            from revzoo.display.figures.plan import plot_plan
+        from revzoo.display.figures.plan import plot_plan
 
-            plot_plan(plan, arguments.plot, budgets, beside, fixed_bytes)
-    if arguments.json:
-        data = {"plan": asdict(plan), "others": beside, "front": budgets, "fixed_bytes": fixed_bytes}
-        if ranks is not None:
-            data["ranks"] = {key: value for key, value in asdict(ranks).items() if key != "plan"}
-        print(json.dumps(data, indent=2))
-    else:
-        from revzoo.display.console import print_renderable
-        from revzoo.display.tables.plan import tabulate_plan
-        from revzoo.display.tables.ranks import tabulate_ranks
-
-        print_renderable(tabulate_plan(plan, beside))
-        if ranks is not None:
-            print_renderable(tabulate_ranks(ranks))
+        plot_plan(plan, arguments.plot, budgets, others, fixed_bytes)
+    data = {"plan": asdict(plan), "others": others, "front": budgets, "fixed_bytes": fixed_bytes}
+    tables = [tabulate_plan(plan, others)]
+    if ranks is not None:
+        data["ranks"] = {key: value for key, value in asdict(ranks).items() if key != "plan"}
+        tables.append(tabulate_ranks(ranks))
+    _print(arguments, data, *tables)
+    return plan
 
 
-def _plan_batches(arguments: argparse.Namespace, model: "Model") -> "Plan":
+def _plan_batches(arguments: argparse.Namespace, model: "Model", settings: dict[str, Any]) -> "Plan":
     """Find the batch size with the most samples per second; print and draw its plan, and the other sizes."""
     from revzoo.display.console import show_status
+    from revzoo.display.tables.batch import tabulate_batches
     from revzoo.planning.batch import find_best_batch
 
-    optimizer = create_optimizer(arguments.optimizer, model)
     with show_status("planning every batch size"):
-        best = find_best_batch(
-            model,
-            arguments.budget,
-            *arguments.batch,
-            solver=arguments.solver,
-            optimizer=optimizer,
-            loss=create_loss(arguments.loss, model),
-            lookahead=_LOOKAHEADS[arguments.lookahead],
-        )
+        best = find_best_batch(model, arguments.budget, *arguments.batch, **settings)
     if arguments.plot is not None:
-        with show_status("drawing"):
-            from revzoo.display.figures.plan import plot_plan
+        from revzoo.display.figures.plan import plot_plan
 
-            plot_plan(best.plan, arguments.plot)
-    if arguments.json:
-        print(json.dumps(best.to_dict(), indent=2))
-    else:
-        from revzoo.display.console import print_renderable
-        from revzoo.display.tables.batch import tabulate_batches
-
-        print_renderable(tabulate_batches(best))
+        plot_plan(best.plan, arguments.plot)
+    _print(arguments, best.to_dict(), tabulate_batches(best))
     return best.plan
+
+
+def _print(arguments: argparse.Namespace, data: object, *tables: Any) -> None:
+    """Print the data as JSON, or the tables."""
+    from revzoo.display.console import print_renderable
+
+    if arguments.json:
+        print(json.dumps(data, indent=2))
+    else:
+        for table in tables:
+            print_renderable(table)

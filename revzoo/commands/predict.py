@@ -32,34 +32,29 @@ def declare(parser: Parser) -> None:
         help="images and folders of images; or tables of texts and text files, a text in each line",
     )
     declare_import(parser)
-    parser.hints["--out"] = " Predictions are printed: add > FILE behind --csv or --json."
     parser.add_argument("--top", type=positive_count, default=5, metavar="N", help="classes of each (default: 5)")
     parser.add_argument("--batch", type=positive_count, default=32, metavar="N", help="computed together (default: 32)")
     parser.add_argument("--device", metavar="D", help="where to run (default: cuda if available, else cpu)")
     parser.add_argument("--column", metavar="NAME", help="column of the texts in tables (default: text)")
-    parser.add_argument("--csv", action="store_true", help="print a table of comma-separated values, a line for each class")
-    parser.add_argument("--json", action="store_true", help="print JSON, a line for each image or text")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="print a table of comma-separated values, a line for each class")
+    form.add_argument("--json", action="store_true", help="print JSON, a line for each image or text")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Predict and print; images that cannot be read are named at the end."""
-    if arguments.csv and arguments.json:
-        raise InputError("Predictions are printed in one form. Received: --csv and --json. Leave one of them out.")
     if Path(arguments.model).suffix.lower() in _OF_EXAMPLES and Path(arguments.model).is_file():
         raise InputError(
             f"The model comes first, and then the files. Received: {arguments.model}. Type revzoo predict runs/images "
             f"{quote(arguments.model)}, for example."
         )
-    from revzoo.display.console import show_status
+    import torch
 
-    with show_status("loading the model"):
-        import torch
+    from revzoo.training.prediction import list_inputs, load_classifier, predict
 
-        from revzoo.training.prediction import list_inputs, load_classifier, predict
-
-        device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = load_classifier(arguments.model, device)
-        inputs = list_inputs(model, arguments.files, arguments.column)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_classifier(arguments.model, device)
+    inputs = list_inputs(model, arguments.files, arguments.column)
     broken: list[BrokenExampleError] = []
     predictions = predict(model, inputs, top=arguments.top, batch_size=arguments.batch, on_broken=broken.append)
     try:
@@ -71,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(predictions: "Iterable[Prediction]", arguments: argparse.Namespace) -> None:
-    from revzoo.display.console import print_renderable, show_status
+    from revzoo.display.console import print_renderable
 
     if arguments.json:
         for prediction in predictions:
@@ -81,9 +76,7 @@ def _print(predictions: "Iterable[Prediction]", arguments: argparse.Namespace) -
     else:
         from revzoo.display.tables.prediction import tabulate_predictions
 
-        with show_status("predicting"):
-            rows = [each.to_dict() for each in predictions]
-        if rows:
+        if rows := [each.to_dict() for each in predictions]:
             print_renderable(tabulate_predictions(rows))
 
 

@@ -1,10 +1,7 @@
 """`revzoo show`: the report of a model as tables, JSON or a picture."""
 
 import argparse
-import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from revzoo.commands.model_name import declare_name, read_name
@@ -17,7 +14,6 @@ SUMMARY = "Show a model's parts, and the memory and FLOPs of a training step."
 def declare(parser: Parser) -> None:
     """Add the arguments of `revzoo show`."""
     declare_name(parser)
-    parser.hints["--device"] = " Nothing is run, so no device is needed: leave it out."
     parser.add_argument(
         "--batch", type=positive_count, metavar="N", help="examples in a batch (default: 32 images, or 8 texts)"
     )
@@ -34,16 +30,15 @@ def run(arguments: argparse.Namespace) -> int:
         require_png(arguments.plot)
     from revzoo.display.console import print_renderable, show_status
 
-    with show_status("counting memory and FLOPs"), pause_collection():
+    with show_status("counting memory and FLOPs"):
         from revzoo.analysis.counting import report_model
         from revzoo.model.create import create
 
         report = report_model(create(name, overrides=overrides, device="meta"), arguments.batch, _find_weights(name))
     if arguments.plot is not None:
-        with show_status("drawing"):
-            from revzoo.display.figures.model import plot_model
+        from revzoo.display.figures.model import plot_model
 
-            plot_model(report, arguments.plot)
+        plot_model(report, arguments.plot)
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
@@ -61,19 +56,3 @@ def _find_weights(name: str) -> Path | None:
         return find_folder_weights(name)
     except CheckpointError:
         return None
-
-
-@contextmanager
-def pause_collection() -> Iterator[None]:
-    """Let Python look for no garbage inside.
-
-    Importing torch and timm, and counting, make objects that stay. As they become more, Python looks through all of them again
-    and again, which is a sixth of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

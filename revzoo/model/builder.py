@@ -14,7 +14,7 @@ from revzoo.bijection import Bijection, SpaceToDepth
 from revzoo.errors import InputError, PartArgumentError, RevzooError, SpecError, SpecProblem
 from revzoo.model.network import Block, Model, Stage
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.plugin import describe_failure, mark_part
+from revzoo.plugin import describe_failure
 from revzoo.registry import Registry, branches, couplings, fuses, heads, inits, splits, stems, transitions
 from revzoo.runtime.coupling import Coupling
 from revzoo.spec import Input, Part, Spec, StageSpec, TextInput, to_plain
@@ -135,8 +135,6 @@ class _Builder:
             self._add_problem(part.path, to_plain(part), allowed)
         else:
             if (wanted := _find_misfit(registry.kind, made)) is None:
-                if _is_own(make) and isinstance(made, nn.Module):
-                    mark_part(made, part.path, part.type)
                 return made
             self._add_problem(f"{part.path}.type", part.type, wanted)
         return None

@@ -57,9 +57,9 @@ def _make_entry(name: str) -> Callable[..., nn.Module]:
         cache_dir: object = None,
         *,
         features_only: bool = False,
-        out_indices: int | Sequence[int] | None = None,
+        out_indices: int | tuple[int, ...] | None = None,
         **arguments: Any,
-    ) -> nn.Module:
+    ) -> Any:
         settings = _read_settings(name, pretrained_cfg) | dict(pretrained_cfg_overlay or {})
         model = _create(name, pretrained, settings, **arguments)
         model.data_config = {**model.data_config, **{key: settings[key] for key in _DATA if key in settings}}

@@ -4,9 +4,8 @@ A part knows its own input and nothing of the model around it: neither the other
 schedule. Attention, MLP, norms, drop path and patch embedding are timm's, with timm's parameter names; parts for text have
 the parameter names of Transformers.
 
-Each role has its own folder, and a part's file is named after the part: `branches/window_attention.py` registers the branch
-`window_attention`. Splits, fuses and initialisations are small and share one file per role. `layers/` holds what several
-parts are built from, `context.py` what the builder hands to a part.
+Each role has its own folder or file; in a folder, parts of a kind share a file: `branches/attention.py`. `layers/` holds what
+several parts are built from, `context.py` what the builder hands to a part.
 """
 
 from revzoo.parts import branches, fuses, heads, inits, splits, stems, transitions

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from revzoo.bounds import UnitInterval
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext, Shape
+from revzoo.parts.layers.convolution import build_batch_norm, build_token_norm
 from revzoo.parts.layers.join import join_streams
-from revzoo.parts.layers.norm import build_batch_norm, build_token_norm
 from revzoo.registry import fuses
 
 FuseNorm = Literal["layer_norm", "layer_norm_1e-5", "batch_norm", "none"]

@@ -4,7 +4,7 @@ Reading them needs no torch. Checking the arguments of parts imports the parts, 
 """
 
 from revzoo.spec.loading import load_spec
-from revzoo.spec.names import data_root, list_models, list_recipes, recipe_file, spec_file
+from revzoo.spec.names import data_root, list_models, list_recipes
 from revzoo.spec.parsing import Part, parse, to_plain
 from revzoo.spec.schema import DropPathSpec, ImageInput, Input, Spec, StageSpec, TextInput
 from revzoo.spec.tree import YamlNode, apply_overrides, load_tree, merge
@@ -26,7 +26,5 @@ __all__ = [
     "load_tree",
     "merge",
     "parse",
-    "recipe_file",
-    "spec_file",
     "to_plain",
 ]

@@ -7,7 +7,7 @@ from typing import cast
 from revzoo.errors import InputError, did_you_mean, join_names
 from revzoo.registry import couplings
 from revzoo.spec.parsing import check_value, to_plain
-from revzoo.spec.schema import Expect, Spec, Twin
+from revzoo.spec.schema import Spec, Twin
 from revzoo.spec.statement import is_about_same
 
 
@@ -42,11 +42,11 @@ def with_head(spec: Spec, arguments: Mapping[str, object]) -> Spec:
 def _end_statements(before: Spec, now: Spec) -> Spec:
     """Return a spec without the expectations, and what is said of the twin, that a change has ended."""
     old, new = to_plain(before), to_plain(now)
-    expect = {key: value for key, value in now.expect.items() if is_about_same(key, old, new)}
+    expect = now.expect if is_about_same("expect", old, new) else {}
     twin = now.twin if is_about_same("twin", old, new) else None
-    if twin is not None:
+    if twin is not None and not is_about_same("twin.parameters", old, new):
         twin = cast(Twin, {key: value for key, value in twin.items() if key != "parameters"})
-    return replace(now, expect=cast(Expect, expect), twin=twin)
+    return replace(now, expect=expect, twin=twin)
 
 
 def with_outputs(spec: Spec, num_outputs: int) -> Spec:

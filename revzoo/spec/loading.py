@@ -11,7 +11,7 @@ from revzoo.hub import find_source
 from revzoo.spec.names import SPEC_FILE, hint_at_model, model_files, recipe_files, refuse_source
 from revzoo.spec.parsing import parse
 from revzoo.spec.schema import Spec
-from revzoo.spec.statement import drop_null, end_statements, merge_specs
+from revzoo.spec.statement import end_statements, merge_specs
 from revzoo.spec.synonym import translate_timm
 from revzoo.spec.tree import OVERRIDE, YamlNode, apply_overrides, list_places, load_tree, merge
 
@@ -75,7 +75,7 @@ def parse_spec(mapping: Mapping[str, Any], file: str) -> Spec:
 
 
 def _check(tree: YamlNode, problems: Sequence[SpecProblem], file: str) -> Spec:
-    filled = _fill_stages(drop_null(tree))
+    filled = _fill_stages(tree)
     spec, more = parse(Spec, filled)
     more += _find_shadowed_overrides(filled)
     if spec is None or problems or more:

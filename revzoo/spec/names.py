@@ -70,24 +70,6 @@ def list_recipes(pattern: str = "*") -> list[str]:
     return [name for name in recipe_files() if fnmatchcase(name, pattern)]
 
 
-def spec_file(name: str) -> Path:
-    """Return the spec file of a model.
-
-    Raises:
-        UnknownNameError: no model has this name.
-    """
-    return _look_up("model", name, model_files())
-
-
-def recipe_file(name: str) -> Path:
-    """Return the file of a recipe.
-
-    Raises:
-        UnknownNameError: no recipe has this name.
-    """
-    return _look_up("recipe", name, recipe_files())
-
-
 def refuse_source(
     kind: str, source: str | Path, known: Iterable[str], wanted: str, file: str, command: str, hint: str = ""
 ) -> NoReturn:
@@ -125,13 +107,8 @@ def find_inside(folder: str, file: str) -> str:
 
 
 def find_beside(path: str) -> str:
-    """Return " Did you mean 'x'?" for what beside a missing file has the most similar name; or an empty string.
-
-    Of a link to nowhere it says that it is one.
-    """
+    """Return " Did you mean 'x'?" for what beside a missing file has the most similar name; or an empty string."""
     folder, name = os.path.split(path.rstrip(os.sep))
-    if os.path.islink(path):
-        return f" It is a link to {os.readlink(path)}, which does not exist: mend it."
     try:
         beside = sorted(os.listdir(folder or "."))
     except (OSError, ValueError):  # there is no such folder, it cannot be read, or no folder can have this name
@@ -159,9 +136,3 @@ def _name_files(shipped: Iterable[Path], own: Iterable[Path] = ()) -> dict[str, 
             allowed = f"a name of its own: {first} has this one. Rename the file"
             raise SpecError([SpecProblem(str(path), "(file name)", path.stem, allowed)])
     return dict(sorted(files.items()))
-
-
-def _look_up(kind: str, name: str, files: dict[str, Path]) -> Path:
-    if name not in files:
-        raise UnknownNameError(kind, name, files)
-    return files[name]

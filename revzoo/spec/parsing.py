@@ -28,7 +28,7 @@ from typing import (
 from revzoo.bounds import Bound
 from revzoo.errors import InputError, SpecProblem, did_you_mean, find_nearest, join_names
 from revzoo.registry import Registry
-from revzoo.spec.synonym import find_settings, find_similar_settings, suggest_settings
+from revzoo.spec.synonym import find_settings
 from revzoo.spec.tree import BOOLEAN_HINT, OVERRIDE, YamlNode, join
 
 T = TypeVar("T")
@@ -61,11 +61,8 @@ class _Member:
     required: bool
 
 
-@dataclass(frozen=True)
 class _UnknownKeyProblem(SpecProblem):
-    """An unknown key, until all of the tree is read: the setting may be elsewhere, unless the key is known to be left over."""
-
-    is_left_over: bool = False
+    """An unknown key, until all of the tree is read: the setting may be elsewhere."""
 
 
 def parse(cls: type[T], tree: YamlNode, path: str = "") -> tuple[T | None, list[SpecProblem]]:
@@ -131,11 +128,9 @@ def _point_elsewhere(problem: SpecProblem, known: Iterable[str]) -> SpecProblem:
     """Return a problem of an unknown key as an ordinary one, which names the setting that has this key elsewhere."""
     if not isinstance(problem, _UnknownKeyProblem):
         return problem
-    known = [path for path in known if path != problem.path]  # of another kind of the same section
-    settings = [] if problem.is_left_over else find_settings(problem.path, known)
-    if not settings and not problem.hint:
-        settings = find_similar_settings(problem.path, known)
-    hint = suggest_settings(settings) or problem.hint
+    others = [path for path in known if path != problem.path]  # which another kind of the same section may have
+    settings = find_settings(problem.path, others, misspelled=not problem.hint)
+    hint = f" Did you mean {' or '.join(map(repr, settings))}?" if settings else problem.hint
     return SpecProblem(problem.file, problem.path, problem.received, problem.allowed, hint)
 
 
@@ -310,10 +305,6 @@ def _read_part(node: YamlNode, registry: Registry, template: bool, path: str, pr
         argument: _Member(parameter.annotation, parameter.default is parameter.empty and not template)
         for argument, parameter in registry.arguments(name.value).items()
     }
-    for argument in [key for key in registry.list_positional(name.value) if key in arguments]:
-        received = f"the parameter {argument!r} without a * before it"
-        hint = " A spec sets what stands after a * in the signature."
-        problems.append(arguments.pop(argument).problem(_keys(members), received, hint))
     return Part(name.value, _read_members(node, arguments, members, path, problems, ("type",)), path)
 
 
@@ -335,7 +326,7 @@ def _read_members(
             replacement = _hint_at_replacement(node, item)
             hint = replacement or _hint_at_key(key, {*members, *others} - {key})
             problem = item.problem(_keys(members), f"the unknown key {key!r}", hint)
-            problems.append(_UnknownKeyProblem(**vars(problem), is_left_over=bool(replacement)))
+            problems.append(problem if replacement else _UnknownKeyProblem(**vars(problem)))
     values = {}
     for name, member in members.items():
         if name in written or member.required:

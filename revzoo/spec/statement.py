@@ -14,7 +14,13 @@ from revzoo.spec.schema import STATEMENTS
 from revzoo.spec.tree import YamlNode, find_differences, merge
 
 _STATEMENTS = {*STATEMENTS, "family"}  # they build nothing
-_ADAPTED = {"input": {"channels", "size", "length"}, "head": {"outputs"}}  # what a twin that is built takes from the spec
+_STREAMS = {"split": None, "block": {"coupling", "drop_path"}, "stages": {"transition"}, "fuse": None}  # a twin has none
+# What a statement is not about: whole sections, or some of their keys.
+_UNRELATED: dict[str, Mapping[str, set[str] | None]] = {
+    "expect": {"block": {"drop_path"}},
+    "twin": _STREAMS | {"input": {"channels", "size", "length"}, "head": {"outputs"}},  # which a twin takes from the spec
+    "twin.parameters": _STREAMS,
+}
 _MOST = 6  # changes that are named
 
 
@@ -28,100 +34,58 @@ def end_statements(before: YamlNode, now: YamlNode) -> YamlNode:
 
     A statement that was written since stays, and so does whatever has another form than it should, which `parse` reports.
     """
-    old, new = _list_plain(before), _list_plain(now)
-    now = _end_expectations(before, now, old, new)
-    now = _end_twin(before, now, old, new)
-    return _limit_sources(before, now, old, new)
-
-
-def drop_null(tree: YamlNode) -> YamlNode:
-    """Return a spec without its `expect` if that is null: it expects nothing, whatever its base does."""
-    expect = tree.value.get("expect")
-    return _without(tree, "expect") if expect is not None and expect.value is None else tree
+    old, new = before.to_plain(), now.to_plain()
+    values = dict(now.value)
+    expect, twin = (_find_inherited(key, before, now) for key in ("expect", "twin"))
+    if expect and not is_about_same("expect", old, new):
+        values["expect"] = _without(values["expect"], *expect)
+    if twin and values["twin"] is before.value["twin"] and not is_about_same("twin", old, new):
+        del values["twin"]
+    elif "parameters" in twin:
+        same_twin = _without(before.value["twin"], "parameters").to_plain() == _without(values["twin"], "parameters").to_plain()
+        if not (same_twin and is_about_same("twin.parameters", old, new)):
+            values["twin"] = _without(values["twin"], "parameters")
+    if "expect" in values and values["expect"].value is None:  # it expects nothing, whatever its base does
+        del values["expect"]
+    sources = values.get("sources")
+    changed = list(find_differences(*({k: v for k, v in plain.items() if k not in _STATEMENTS} for plain in (old, new))))
+    if changed and sources is not None and sources is before.value.get("sources") and isinstance(sources.value, list):
+        place = "an override" if now.file == before.file else Path(now.file).stem
+        changes = {"of": join_names(changed, most=_MOST), "cite": f"not from these sources: set by {place}"}
+        added = YamlNode.from_plain(changes, now.file, f"sources.{len(sources.value)}")
+        values["sources"] = replace(sources, value=[*sources.value, added])
+    return replace(now, value=values)
 
 
 def is_about_same(statement: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether two specs, as plain values, agree in everything that a statement is about.
 
     Args:
-        statement: a key of `expect`, or twin: what the twin has, too, whatever joins the streams.
+        statement: expect, twin, or twin.parameters.
         before: the first spec.
         now: the second.
     """
-    return _read(before, statement) == _read(now, statement)
+    return _list_facts(before, statement) == _list_facts(now, statement)
 
 
-def _end_expectations(before: YamlNode, now: YamlNode, old: dict[str, Any], new: dict[str, Any]) -> YamlNode:
-    stated, expect = before.value.get("expect"), now.value.get("expect")
-    if stated is None or expect is None or not isinstance(stated.value, dict) or not isinstance(expect.value, dict):
-        return now
-    ended = {key for key, node in stated.value.items() if expect.value.get(key) is node and not is_about_same(key, old, new)}
-    return replace(now, value=now.value | {"expect": _without(expect, *ended)})
+def _list_facts(spec: Mapping[str, Any], statement: str) -> dict[str, Any]:
+    facts = {key: value for key, value in spec.items() if key not in _STATEMENTS | {"init"}}
+    for key, names in _UNRELATED[statement].items():
+        facts[key] = _leave_out(facts.get(key), names) if names else None
+    return facts
 
 
-def _end_twin(before: YamlNode, now: YamlNode, old: dict[str, Any], new: dict[str, Any]) -> YamlNode:
-    """Leave out a twin that is another network than the ordinary one now, and parameters that are those of another twin."""
-    stated, twin = before.value.get("twin"), now.value.get("twin")
-    if stated is None or twin is None or not isinstance(stated.value, dict) or not isinstance(twin.value, dict):
-        return now
-    if twin is stated and not is_about_same("twin", old, new):
-        return _without(now, "twin")
-    parameters = twin.value.get("parameters")
-    same = all(old.get(key) == new.get(key) for key in _ADAPTED) and _name_twin(stated) == _name_twin(twin)
-    if same or parameters is not stated.value.get("parameters"):
-        return now
-    return replace(now, value=now.value | {"twin": _without(twin, "parameters")})
+def _leave_out(part: Any, names: set[str]) -> Any:
+    if isinstance(part, list):
+        return [_leave_out(item, names) for item in part]
+    return {name: value for name, value in part.items() if name not in names} if isinstance(part, dict) else part
 
 
-def _name_twin(twin: YamlNode) -> object:
-    return _without(twin, "parameters").to_plain()
-
-
-def _limit_sources(before: YamlNode, now: YamlNode, old: dict[str, Any], new: dict[str, Any]) -> YamlNode:
-    """Add to inherited sources which settings are not from them."""
-    sources = now.value.get("sources")
-    if (
-        sources is None
-        or sources is not before.value.get("sources")
-        or not isinstance(sources.value, list)
-        or not sources.value
-    ):
-        return now
-    changed = list(find_differences(old, new))
-    if not changed:
-        return now
-    place = "an override" if now.file == before.file else Path(now.file).stem
-    changes = {"of": join_names(changed, most=_MOST), "cite": f"not from these sources: set by {place}"}
-    added = YamlNode.from_plain(changes, now.file, f"sources.{len(sources.value)}")
-    return replace(now, value=now.value | {"sources": replace(sources, value=[*sources.value, added])})
+def _find_inherited(key: str, before: YamlNode, now: YamlNode) -> set[str]:
+    """Return the entries of a statement that are as they were written before."""
+    old, new = (tree.value[key].value if key in tree.value else None for tree in (before, now))
+    return {name for name in old if old[name] is new.get(name)} if isinstance(old, dict) and isinstance(new, dict) else set()
 
 
 def _without(tree: YamlNode, *keys: str) -> YamlNode:
     return replace(tree, value={key: node for key, node in tree.value.items() if key not in keys})
-
-
-def _list_plain(tree: YamlNode) -> dict[str, Any]:
-    return {key: node.to_plain() for key, node in tree.value.items() if key not in _STATEMENTS}
-
-
-def _read(spec: Mapping[str, Any], statement: str) -> object:
-    """Return what a statement is about."""
-    plain = {key: value for key, value in spec.items() if key not in _STATEMENTS}
-    block, stages = plain.get("block"), plain.get("stages")
-    if not isinstance(block, dict) or not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
-        return plain  # `parse` reports it
-    if statement == "twin":
-        branches = [[each.get(key) for key in ("f", "g")] for each in (block, *stages)]
-        shapes = [(stage.get("depth"), stage.get("width")) for stage in stages]
-        return [branches, shapes, plain.get("stem"), *(_leave_out(plain.get(key), names) for key, names in _ADAPTED.items())]
-    if statement == "stream_shape":
-        shapes = [(stage.get("width"), stage.get("transition")) for stage in stages]
-        return [shapes, *(plain.get(key) for key in ("input", "stem", "split"))]
-    if statement == "reversible_steps":
-        steps = [(stage.get("depth"), stage.get("g", block.get("g")) is None) for stage in stages]
-        return [steps, plain.get("split"), block.get("coupling") == "none"]
-    return {key: value for key, value in plain.items() if key != "init"} | {"block": block | {"drop_path": None}}
-
-
-def _leave_out(part: Any, names: set[str]) -> Any:
-    return {key: value for key, value in part.items() if key not in names} if isinstance(part, dict) else part

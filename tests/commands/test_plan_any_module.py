@@ -59,7 +59,7 @@ def test_a_plan_is_printed_drawn_and_saved(own, run, tmp_path):
     parts = {row[0]: row[1:] for row in rows[3:]}
     assert list(parts) == ["stem", *(f"blocks.{i}" for i in range(4))]
     assert any("of" in again for _, _, again, _ in parts.values())
-    assert "plan.json: give it to the module with revzoo.ModulePlan.load('plan.json').apply(module)." in printed
+    assert "revzoo.ModulePlan.load('plan.json').apply(model)" in printed
     details = json.loads(run("plan", own, "--budget", budget, "--json"))["details"]
     assert max(phase["bytes"] for phase in details["phases"]) == plan.peak_bytes
     assert [point["peak_bytes"] for point in details["front"]] == sorted(point["peak_bytes"] for point in details["front"])
@@ -80,13 +80,12 @@ def test_times_are_measured_where_asked_for(own, run):
         ),
         ("plan my_net:make --budget lots", "A budget is bytes, a size such as '8GiB', a share such as '60%', or 'auto'. "),
         ("plan my_net:make --budget 1GiB --batch 4", "my_net:make makes its own batch. Received: --batch 4. Leave it out."),
-        ("plan my_net:make --budget 1GiB --meta", "Only models of the zoo take --meta. Received: my_net:make."),
-        ("plan my_net:make --budget 1GiB --dtype bfloat16", "Only models of the zoo take --dtype. Received: my_net:make."),
+        ("plan my_net:make --budget 1GiB --meta --dtype bfloat16", "--dtype, --meta: for models of the zoo."),
         ("plan my_net:make_nothing --budget 1GiB", "my_net:make_nothing has to return a module and a batch. Received: Net."),
         ("plan my_net:make_silent --budget 1GiB", "The forward of Silent returns no tensor, so there is no backward to plan. "),
         ("plan my_net:nowhere --budget 1GiB", "my_net has no function 'nowhere'. It has: "),
         ("plan timm:resnet5 --budget 1GiB", "Unknown timm model 'resnet5'. Did you mean 'resnet50'? "),
-        ("plan rev_vit_digits --budget 1GiB --profile", "Models of the zoo are always timed where they can be run. Received: "),
+        ("plan rev_vit_digits --budget 1GiB --profile", "--profile: for modules that are not of the zoo."),
     ],
 )
 def test_mistakes(arguments, message, own, refused):
@@ -115,7 +114,7 @@ def test_colons_in_other_names(short, tmp_path, monkeypatch, run):
     """Of models on the hub, and of folders."""
     monkeypatch.chdir(tmp_path)
     short("rev_vit_digits", "cpu").save_pretrained("runs:1")
-    monkeypatch.setattr("revzoo.hub.fetch_folder", lambda name, revision: tmp_path / "runs:1")
+    monkeypatch.setattr("revzoo.hub.fetch_folder", lambda name, **where: tmp_path / "runs:1")
     for name in ("runs:1", "hf-hub:me/digits"):
         assert "stages.0" in run("plan", name, "--meta", "--batch", 2, "--budget", "1GiB")
 

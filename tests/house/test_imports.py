@@ -145,7 +145,7 @@ def test_what_is_imported_is_declared():
     with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["text"], *extras["onnx"], *extras["completion"]]
+    lines = [*project["dependencies"], *extras["text"], *extras["onnx"]]
     declared = {re.match(r"[\w-]+", line)[0] for line in lines}
     used = {name.split(".")[0] for path in (*MODULES.values(), Path(zoo_cli.__file__)) for name in imported(path)}
     used -= set(sys.stdlib_module_names) | {"revzoo", "zoo_cli"}

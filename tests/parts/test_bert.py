@@ -14,13 +14,11 @@ from transformers.models.roberta.modeling_roberta import (
 
 import revzoo
 from revzoo.errors import InputError, PartArgumentError
-from revzoo.parts.branches.feed_forward import FeedForwardBranch
-from revzoo.parts.branches.self_attention import SelfAttentionBranch
+from revzoo.parts.branches.attention import SelfAttentionBranch
+from revzoo.parts.branches.mlp import FeedForwardBranch
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.heads.masked_lm import MaskedLM
-from revzoo.parts.heads.sequence_classification import SequenceClassification
-from revzoo.parts.heads.text_features import TextFeatures
-from revzoo.parts.stems.token_embed import TokenStem
+from revzoo.parts.heads.text import MaskedLM, SequenceClassification, TextFeatures
+from revzoo.parts.stems.text import TokenStem
 
 SIZES = {
     "vocab_size": 50,

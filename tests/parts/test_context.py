@@ -1,34 +1,22 @@
 """Where parts lie, and the checks that the build context makes for them."""
 
-from pathlib import Path
-
 import pytest
 
-import revzoo
 from revzoo import registry
 from revzoo.errors import PartArgumentError, UnknownNameError
 from revzoo.parts.context import BuildContext, Shape
 
-FOLDERS = ("stems", "branches", "transitions", "heads")
-FILES = ("splits", "fuses", "inits")
-ROOT = Path(revzoo.__file__).parent / "parts"
+ROLES = ("stems", "splits", "branches", "transitions", "fuses", "heads", "inits")
 IMAGE = BuildContext(Shape(3, (6, 4), "image"), 12)
 GRID = BuildContext(Shape(8, (4, 6), "tokens"), 12)
 ROW = BuildContext(Shape(8, (24,), "tokens"), 12)
 TEXT = BuildContext(Shape(100, (16,), "text"), 100)
 
 
-@pytest.mark.parametrize("role", FOLDERS)
-def test_a_file_registers_the_part_it_is_named_after(role):
+@pytest.mark.parametrize("role", ROLES)
+def test_parts_lie_in_the_folder_or_file_of_their_role(role):
     table = getattr(registry, role)
-    assert {name: table[name].__module__ for name in table} == {name: f"revzoo.parts.{role}.{name}" for name in table}
-    assert {path.stem for path in (ROOT / role).glob("*.py")} == {*table, "__init__"}
-
-
-@pytest.mark.parametrize("role", FILES)
-def test_small_roles_have_one_file(role):
-    table = getattr(registry, role)
-    assert {table[name].__module__ for name in table} == {f"revzoo.parts.{role}"}
+    assert all(f"{table[name].__module__}.".startswith(f"revzoo.parts.{role}.") for name in table)
 
 
 def test_shapes_of_each_kind():

@@ -8,11 +8,10 @@ import torch.nn.functional as F
 
 import revzoo
 from revzoo.errors import InputError, PartArgumentError
-from revzoo.parts.branches.irevnet_unit import IRevNetUnit
+from revzoo.parts.branches.convolution import IRevNetUnit
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.stems.pad_channels import PadStem
-from revzoo.parts.stems.space_to_depth import SpaceToDepthStem
-from revzoo.parts.transitions.space_to_depth import SpaceToDepthTransition
+from revzoo.parts.stems.convolution import PadStem, SpaceToDepthStem
+from revzoo.parts.transitions.bijective import SpaceToDepthTransition
 
 IMAGE = BuildContext(Shape(3, (6, 4), "image"), 3)
 # Bijective and small: irevnet_300 with less of everything.

@@ -10,10 +10,10 @@ from timm.models.mvitv2 import MultiScaleBlock, MultiScaleVit, MultiScaleVitCfg
 
 import revzoo
 from revzoo.errors import PartArgumentError
+from revzoo.parts.branches.attention import PoolingAttention
 from revzoo.parts.branches.mlp import MlpBranch
-from revzoo.parts.branches.pooling_attention import PoolingAttention
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.stems.overlap_patch_embed import OverlapPatchStem
+from revzoo.parts.stems.patches import OverlapPatchStem
 from revzoo.parts.transitions.fuse_pool_split import FusePoolSplit
 
 SQUARE = BuildContext(Shape(8, (4, 4), "tokens"), 8)

@@ -6,12 +6,10 @@ from torch._subclasses import FakeTensorMode
 
 import revzoo
 from revzoo.errors import PartArgumentError
-from revzoo.parts.branches.chunked_mlp import ChunkedMlpBranch
-from revzoo.parts.branches.lsh_attention import LSHAttention
 from revzoo.parts.branches.mlp import MlpBranch
-from revzoo.parts.branches.shared_qk_attention import SharedQKAttention
+from revzoo.parts.branches.reformer import ChunkedMlpBranch, LSHAttention, SharedQKAttention
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.heads.token_linear import TokenLinear
+from revzoo.parts.heads.text import TokenLinear
 from revzoo.runtime import LiveBytes
 
 TOKENS = BuildContext(Shape(16, (32,), "tokens"), 16)

@@ -6,10 +6,10 @@ from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 
 import revzoo
 from revzoo.errors import PartArgumentError
-from revzoo.parts.branches.residual_unit import ResidualUnit
+from revzoo.parts.branches.convolution import ResidualUnit
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.stems.resnet import ResNetStem
-from revzoo.parts.transitions.residual_block import ResidualBlock
+from revzoo.parts.stems.convolution import ResNetStem
+from revzoo.parts.transitions.residual import ResidualBlock
 
 IMAGE = BuildContext(Shape(8, (6, 5), "image"), 8)
 

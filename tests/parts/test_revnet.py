@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from revzoo.errors import PartArgumentError
-from revzoo.parts.branches.conv_unit import ConvBranch
+from revzoo.parts.branches.convolution import ConvBranch
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.stems.conv import ConvStem
-from revzoo.parts.transitions.residual_pair import ResidualPair
+from revzoo.parts.stems.convolution import ConvStem
+from revzoo.parts.transitions.residual import ResidualPair
 
 TOKENS = BuildContext(Shape(12, (2, 3), "tokens"), 12)
 IMAGE = BuildContext(Shape(8, (6, 4), "image"), 8)

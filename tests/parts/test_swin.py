@@ -11,7 +11,7 @@ from revzoo.parts.branches.mlp import MlpBranch
 from revzoo.parts.branches.window_attention import WindowBranch
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.fuses import Concat
-from revzoo.parts.stems.patch_embed import PatchStem
+from revzoo.parts.stems.patches import PatchStem
 from revzoo.parts.transitions.fuse_merge_split import FuseMergeSplit
 
 

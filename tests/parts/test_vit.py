@@ -10,7 +10,7 @@ from revzoo.errors import PartArgumentError
 from revzoo.parts.branches.attention import AttentionBranch
 from revzoo.parts.branches.mlp import MlpBranch
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.stems.patch_embed import PatchStem
+from revzoo.parts.stems.patches import PatchStem
 
 TOKENS = BuildContext(Shape(12, (2, 3), "tokens"), 12)
 IMAGE = BuildContext(Shape(8, (6, 4), "image"), 8)

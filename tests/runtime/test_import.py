@@ -38,7 +38,6 @@ def test_the_runtime_imports_neither_the_compiler_nor_dtensor_nor_the_rest_of_re
         "inplace_abn",
         "invertible",
         "noise",
-        "plugin",
         "registry",
         "sharded",
     }

@@ -4,7 +4,8 @@ from functools import cache
 
 import pytest
 
-from revzoo.spec import Spec, list_models, load_spec, spec_file
+from revzoo.spec import Spec, list_models, load_spec
+from revzoo.spec.names import model_files
 
 MODELS = list_models()
 
@@ -21,7 +22,7 @@ def test_no_spec_is_overlooked():
 @pytest.mark.parametrize("name", MODELS)
 def test_a_shipped_spec_says_what_it_is_and_where_its_numbers_are_from(name):
     spec = load(name)
-    file = spec_file(name)
+    file = model_files()[name]
 
     assert (spec.name, spec.family) == (file.stem, file.parent.name)
     assert spec.sources

@@ -5,7 +5,7 @@ import pytest
 from revzoo.spec import load_spec
 from revzoo.spec.parsing import list_paths
 from revzoo.spec.schema import Spec
-from revzoo.spec.synonym import TIMM, find_settings, find_similar_settings, suggest_settings, translate_timm
+from revzoo.spec.synonym import TIMM, find_settings, translate_timm
 from revzoo.training.options import Recipe
 
 RECIPE = list_paths(Recipe)
@@ -31,30 +31,22 @@ def test_every_setting_of_a_recipe_and_a_spec_has_a_path():
     ],
 )
 def test_the_setting_of_the_same_key_is_found(path, settings):
-    assert find_settings(path, RECIPE) == settings
-
-
-def test_the_most_similar_setting_is_found():
-    assert find_similar_settings("train.epoch", RECIPE) == ["train.epochs"]
-    assert find_similar_settings("qqqq", RECIPE) == []
+    assert find_settings(path, RECIPE, misspelled=False) == settings
 
 
 @pytest.mark.parametrize(
     ("path", "settings"),
     [
-        ("optimizer.learningrate", ["optimizer.lr"]),
+        ("train.epoch", ["train.epochs"]),
+        ("qqqq", []),
+        ("optimizer.learningrate", ["optimizer.lr"]),  # of a word of another tool
         ("num_class", ["model.num_outputs"]),
-        ("workerss", ["data.num_workers"]),
         ("vocab_sise", []),  # of a model, and no setting of a recipe
     ],
 )
-def test_a_misspelled_word_of_another_tool_leads_to_ours(path, settings):
-    assert find_similar_settings(path, RECIPE) == settings
-
-
-def test_settings_are_suggested_in_words():
-    assert suggest_settings(["a.b", "c"]) == " Did you mean 'a.b' or 'c'?"
-    assert suggest_settings([]) == ""
+def test_a_misspelled_word_leads_to_the_most_similar_setting(path, settings):
+    assert find_settings(path, RECIPE) == settings
+    assert find_settings(path, RECIPE, misspelled=False) == []
 
 
 def test_timms_arguments_are_overrides():

@@ -2,7 +2,7 @@ import pytest
 
 from revzoo.errors import SpecError, UnknownNameError
 from revzoo.spec import list_recipes, load_spec
-from revzoo.spec.names import recipe_file
+from revzoo.spec.names import recipe_files
 from revzoo.training.options import ModelOptions
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
@@ -88,7 +88,7 @@ def test_published_numbers():
 
 @pytest.mark.parametrize("name", ["revnet_imagenet", "irevnet_imagenet"])
 def test_recipes_declare_that_evaluation_is_bicubic_where_the_source_is_bilinear(name):
-    header = "".join(line[1:].strip() + " " for line in recipe_file(name).read_text().splitlines() if line.startswith("#"))
+    header = "".join(line[1:].strip() + " " for line in recipe_files()[name].read_text().splitlines() if line.startswith("#"))
     assert "images are resized bicubically for evaluation instead of bilinearly" in header.partition("Different:")[2]
 
 
@@ -188,7 +188,7 @@ def test_a_setting_that_does_not_fit_is_placed_where_it_was_written(tmp_path):
         "train.freeze": "override",
         "data.batch_size": str(tmp_path / "mine.yaml"),
         "train.epochs": str(tmp_path / "base.yaml"),
-        "model.name": str(recipe_file("digits")),
+        "model.name": str(recipe_files()["digits"]),
         "train.class_weights": str(tmp_path / "mine.yaml"),  # it has its default
     }
     for path, file in places.items():

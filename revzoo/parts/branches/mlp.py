@@ -1,12 +1,13 @@
-"""The MLP branch: norm, two linear layers, drop path. The coupling adds the residual."""
+"""Two linear layers and an activation between them, with the parameter names of timm or of Transformers."""
 
 from timm.layers import LayerScale, Mlp
 from torch import Tensor, nn
 
-from revzoo.bounds import PositiveFloat
+from revzoo.bounds import PositiveFloat, Rate
 from revzoo.parts.context import BuildContext
+from revzoo.parts.layers.bert_sub_block import BertSubBlock, NormPosition
+from revzoo.parts.layers.convolution import Activation, TokenNorm, build_token_norm, get_activation
 from revzoo.parts.layers.drop_path import DropPath
-from revzoo.parts.layers.norm import Activation, TokenNorm, build_token_norm, get_activation
 from revzoo.registry import branches
 
 
@@ -43,3 +44,38 @@ class MlpBranch(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         out: Tensor = self.drop_path(self.ls(self.mlp(self.norm(x))))
         return out
+
+
+@branches.register("feed_forward")
+class FeedForwardBranch(BertSubBlock):
+    """Apply the same MLP to each token.
+
+    Shapes: (B, N, D) -> (B, N, D); a mask of the tokens is accepted and has no effect.
+    Args:
+        ratio: hidden width divided by the width.
+        act: activation between the two linear layers.
+        norm_position: `post` is LayerNorm(x + change), with a residual inside; `pre` is the change computed from LayerNorm(x).
+        eps: eps of the LayerNorm.
+        dropout: probability of dropping a channel of the change, in [0, 1).
+    Source: Transformers' BertIntermediate and BertOutput, and RoBERTa's; post as G in MEFT (Liao et al. 2023).
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        *,
+        ratio: PositiveFloat = 4.0,
+        act: Activation = "gelu",
+        norm_position: NormPosition = "post",
+        eps: PositiveFloat = 1e-5,
+        dropout: Rate = 0.0,
+    ):
+        context.require_hidden_channel("ratio", ratio)
+        hidden = int(context.width * ratio)
+        super().__init__(context, "feed_forward", hidden, norm_position, eps, dropout)
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(context.width, hidden)})
+        self.act = get_activation(act)()
+
+    def _inner(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        hidden: Tensor = self.act(self.intermediate["dense"](x))
+        return hidden

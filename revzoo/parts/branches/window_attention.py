@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from revzoo.bounds import PositiveInt
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext
+from revzoo.parts.layers.convolution import TokenNorm, build_token_norm
 from revzoo.parts.layers.drop_path import DropPath
-from revzoo.parts.layers.norm import TokenNorm, build_token_norm
 from revzoo.registry import branches
 
 Sides = tuple[int, int]

@@ -1,17 +1,5 @@
-"""Heads: from features to what the task needs. One file per head, named after it."""
+"""Heads: from features to what the task needs."""
 
-from revzoo.parts.heads import (
-    masked_lm,
-    pooled_linear,
-    sequence_classification,
-    text_features,
-    token_linear,
-)
+from revzoo.parts.heads import pooled_linear, text
 
-__all__ = [
-    "masked_lm",
-    "pooled_linear",
-    "sequence_classification",
-    "text_features",
-    "token_linear",
-]
+__all__ = ["pooled_linear", "text"]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from revzoo.bounds import NonNegativeInt, PositiveFloat, Rate, UnitInterval
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext
+from revzoo.parts.layers.convolution import build_leaky_norm, build_token_norm
 from revzoo.parts.layers.linear_head import LinearHead
-from revzoo.parts.layers.norm import build_leaky_norm, build_token_norm
 from revzoo.registry import heads
 
 

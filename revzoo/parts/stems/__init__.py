@@ -1,25 +1,5 @@
-"""Stems: from the input to the tensor that is split into two streams. One file per stem, named after it."""
+"""Stems: from the input to the tensor that is split into two streams."""
 
-from revzoo.parts.stems import (
-    conv,
-    deep_conv,
-    layerwise_conv,
-    overlap_patch_embed,
-    pad_channels,
-    patch_embed,
-    resnet,
-    space_to_depth,
-    token_embed,
-)
+from revzoo.parts.stems import convolution, patches, text
 
-__all__ = [
-    "conv",
-    "deep_conv",
-    "layerwise_conv",
-    "overlap_patch_embed",
-    "pad_channels",
-    "patch_embed",
-    "resnet",
-    "space_to_depth",
-    "token_embed",
-]
+__all__ = ["convolution", "patches", "text"]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from revzoo.bounds import PositiveFloat
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext, Shape
+from revzoo.parts.layers.convolution import build_token_norm
 from revzoo.parts.layers.join import Join, join_streams
-from revzoo.parts.layers.norm import build_token_norm
 from revzoo.registry import transitions
 
 

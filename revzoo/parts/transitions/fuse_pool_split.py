@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from revzoo.bounds import PositiveFloat, PositiveInt
 from revzoo.parts.context import BuildContext, Shape
+from revzoo.parts.layers.convolution import build_token_norm
 from revzoo.parts.layers.drop_path import DropPath
 from revzoo.parts.layers.join import join_streams
 from revzoo.parts.layers.multiscale_attention import build_multiscale_attention, check_pooling
-from revzoo.parts.layers.norm import build_token_norm
 from revzoo.registry import transitions
 
 

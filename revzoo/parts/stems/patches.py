@@ -1,4 +1,4 @@
-"""The stem of vision transformers: one token for each patch of the image."""
+"""Stems of vision transformers: one token for each patch of the image."""
 
 from dataclasses import replace
 from math import prod
@@ -6,9 +6,11 @@ from typing import Literal
 
 import torch
 from timm.layers import PatchEmbed
+from timm.models.mvitv2 import PatchEmbed as OverlapPatchEmbed
 from torch import Tensor, nn
 
 from revzoo.bounds import PositiveFloat, PositiveInt
+from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.layers.position import build_position_embedding
 from revzoo.registry import stems
@@ -66,3 +68,43 @@ class PatchStem(nn.Module):
 
     def _prepend_class_token(self, tokens: Tensor) -> Tensor:
         return tokens if self.cls_token is None else torch.cat((self.cls_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
+
+
+@stems.register("overlap_patch_embed")
+class OverlapPatchStem(nn.Module):
+    """Embed overlapping patches and add a learned position to each.
+
+    Shapes: (B, C, H, W) -> (B, H W / stride^2, width), a grid of H / stride by W / stride tokens.
+    Args:
+        width: channels of a token.
+        kernel: side of a patch [pixels], odd; half of it, rounded down, is padded on every side.
+        stride: distance between neighbouring patches [pixels]; divides the image's sides.
+        position: `learned` adds an embedding to each token; `none` adds nothing.
+        position_std: standard deviation of the embeddings' initial values.
+    Source: MViT (Fan et al. 2021) without class token, as Rev-MViT uses it (SlowFast `stem_helper.py`, PatchEmbed).
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        *,
+        width: PositiveInt,
+        kernel: PositiveInt = 7,
+        stride: PositiveInt = 4,
+        position: Literal["learned", "none"] = "learned",
+        position_std: PositiveFloat = 0.02,
+    ):
+        super().__init__()
+        context.require_kind("image", "overlap_patch_embed")
+        if kernel % 2 == 0:
+            raise PartArgumentError("kernel", kernel, "an odd number")
+        context.require_stride("stride", stride)
+        self.out_shape = Shape(width, tuple(side // stride for side in context.sides), "tokens")
+        self.grid = self.out_shape.size
+        pad = kernel // 2
+        self.patch_embed = OverlapPatchEmbed(context.shape.width, width, (kernel, kernel), (stride, stride), (pad, pad))
+        self.pos_embed = None if position == "none" else build_position_embedding(self.out_shape, position_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens: Tensor = self.patch_embed(x)[0]
+        return tokens if self.pos_embed is None else tokens + self.pos_embed

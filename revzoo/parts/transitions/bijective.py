@@ -1,6 +1,6 @@
-"""The bijective transition: it moves pixels into channels, stores nothing and is undone in backward."""
+"""Transitions that lose nothing: pixels become channels."""
 
-from revzoo.bijection import SpaceToDepth
+from revzoo.bijection import PixelUnshuffle, SpaceToDepth
 from revzoo.bounds import PositiveInt
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext, Shape
@@ -35,3 +35,20 @@ def fold_shape(context: BuildContext, part: str, block: int) -> Shape:
     if context.width != width:
         raise PartArgumentError("type", part, f"a stage of width {width} (block^2 times {shape.width})")
     return Shape(width, tuple(side // block for side in shape.size), "image")
+
+
+@transitions.register("pixel_unshuffle")
+class PixelUnshuffleTransition(PixelUnshuffle):
+    """Fold squares of pixels into channels beside the one they come from. Nothing is lost, and nothing is stored for backward.
+
+    Use it in networks of one tensor whose layers are inverted one by one; it needs half as much memory as `space_to_depth`.
+
+    Shapes: x: (B, C, H, W) -> (B, block^2 C, H / block, W / block), for each stream.
+    Args:
+        block: side of a square [pixels]; divides the sides.
+    Source: channel pooling of Hascoet et al. 2023, section 4.2.4.
+    """
+
+    def __init__(self, context: BuildContext, *, block: PositiveInt = 2):
+        super().__init__(block)
+        self.out_shape = fold_shape(context, "pixel_unshuffle", block)
