@@ -285,7 +285,7 @@ WRONG = [
     ("train images", "data.root: found nothing; allowed: the folder of the data, for name: folder. Add data.root=DIR."),
     ("train images data.root=table.csv", "table.csv", "Texts are trained on by revzoo train texts."),
     ("train images data.root=photo", "Set data.root to where the data are."),
-    ("train images data.root=photo.png", "There is no folder ", "photo.png. Set data.root"),
+    ("train images data.root=photo.png", "photo.png is a file, and data.name=folder needs a folder."),
     ("train images data.root=phots", "Did you mean '", "photos'? Set data.root to where the data are."),
     ("train images data.root=empty", "looked for a folder called train or training with one folder of images per class, or"),
     ("train images data.root=empty_classes", "without images in them: ", "Images end with .apng, "),
