@@ -136,6 +136,19 @@ def _find_asking_module(model: nn.Module, error: BaseException) -> str:
 
 
 @contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Set a model to training or eval mode inside the block, and give all modules their own modes back afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    if not (training and model.training):  # then parts of it that are frozen stay in eval mode
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, before in modes.items():
+            module.training = before
+
+
+@contextmanager
 def preserve_random_streams(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restore the random streams of torch, on the CPU and on the devices of some tensors, of Python and of NumPy."""
     with ExitStack() as stack:

@@ -5,8 +5,7 @@ Which BatchNorms can do so is found by what happens in a forward of the network:
 they were.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from revzoo.analysis.dry_run import call, isolated, linear_loss, require_module, select_differentiable
+from revzoo.analysis.dry_run import call, in_mode, isolated, linear_loss, require_module, select_differentiable
 from revzoo.conversion.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, read_origin
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
@@ -125,7 +124,7 @@ def inplace_abn_(model: nn.Module, batch: Any = None, *, relu_slope: float | Non
     norms, left = _find_norms(model)
     if not norms and any(type(module) in _FOLDABLE.values() for module in model.modules()):
         raise InputError("inplace_abn_ has already been called with this model: its BatchNorms keep no input. Go on as it is.")
-    with _in_training(model):
+    with in_mode(model, training=True):
         before, bytes_before, _ = _run(model, batch)
         for norm in norms.values():
             norm.__class__ = _FOLDABLE[type(norm)]
@@ -181,19 +180,6 @@ def _find_norms(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]
         else:
             norms[name] = norm
     return norms, left
-
-
-@contextmanager
-def _in_training(model: nn.Module) -> Iterator[None]:
-    """Set a model that is in eval mode to training mode for a while."""
-    modes = {module: module.training for module in model.modules()}
-    if not model.training:
-        model.train()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
 """Run a network on a batch before and after it is made reversible: its states, and how alike its outputs are."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from revzoo.analysis.dry_run import call, preserve_random_streams
+from revzoo.analysis.dry_run import call, in_mode, preserve_random_streams
 from revzoo.conversion.block_lists import BlockLists
 from revzoo.errors import ConversionError, InputError
 from revzoo.in_place.conventions import get_state
@@ -155,7 +155,7 @@ def run_network(model: nn.Module, batch: Any) -> Tensor:
     Raises:
         InputError: it returns no floating-point tensor.
     """
-    with _in_eval(model), preserve_random_streams(model.parameters()):
+    with in_mode(model, training=False), preserve_random_streams(model.parameters()):
         outputs = call(model, batch)
     tensors = [outputs.get(name) for name in OUTPUT_NAMES] if isinstance(outputs, Mapping) else []
     tensors += list(tensors_in(outputs))
@@ -172,14 +172,3 @@ def measure_similarity(before: Tensor, after: Tensor, batch: Any) -> Similarity:
     counts = mask.to(before.device).bool()
     cosines = torch.cosine_similarity(before[counts], after[counts], dim=-1)
     return Similarity(float(cosines.mean()), float(cosines.min()), len(before))
-
-
-@contextmanager
-def _in_eval(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

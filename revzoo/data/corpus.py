@@ -110,7 +110,7 @@ def read_utf8(file: Path) -> bytes:
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise DataError(
-            f"{file} is not UTF-8: line {line}, byte {error.start} of the file. Name a text file, or convert it, for example "
-            "with iconv -f latin1 -t utf-8."
+            f"{file} is no text in UTF-8: line {line}, byte {error.start} of the file. Name a text file, or convert it: iconv "
+            "-f latin1 -t utf-8."
         ) from error
     return content

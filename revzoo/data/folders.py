@@ -203,5 +203,6 @@ def _explain_missing(root: Path, split: str) -> DataError:
     directly = ", or for these folders themselves" if split == "train" else ""
     return DataError(
         f"No {split} images in {root}: looked for a folder called {' or '.join(SPLITS[split])} with one folder of images per "
-        f"class{directly}. Received: {join_names(sorted(path.name for path in root.iterdir()))}."
+        f"class{directly}. Received: {join_names(sorted(path.name for path in root.iterdir()))}. Put the images of each class "
+        f"into a folder of its own, such as {root / 'cat' / '0.png'}."
     )

@@ -68,8 +68,8 @@ def open_dataset(root: Path, options: ImageOptions, mode: str) -> ImageSplits:
     """
     images, notes, names = [], list[str](), None
     for rows, source in _read_splits(root):
-        require_column(source, rows.column_names, options.column, "data.image.column=...")
-        labels, known = _read_labels(rows, source, options.label, "data.image.label=...")
+        require_column(source, rows.column_names, options.column, "data.image.column")
+        labels, known = _read_labels(rows, source, options.label, "data.image.label")
         if known is None:  # else names stay as they are: "007"
             labels = [read_label(label) for label in labels]
         if None in labels:
@@ -97,8 +97,8 @@ def read_dataset(root: Path, options: TextOptions) -> tuple[Texts, Texts, list[s
     """
     texts, names = [], list[list[str] | None]()
     for rows, source in _read_splits(root):
-        labels, known = _read_labels(rows, source, options.label, "data.text.label=...")
-        require_column(source, rows.column_names, options.column, "data.text.column=...")
+        labels, known = _read_labels(rows, source, options.label, "data.text.label")
+        require_column(source, rows.column_names, options.column, "data.text.column")
         table = {**rows.select_columns([options.column])[:], options.label: labels}
         texts.append(check_columns(source, table, options.column, options.label))
         names.append(known)

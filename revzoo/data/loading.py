@@ -26,9 +26,13 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     test: Examples
     if not is_own(options.name):
         _require_fitting_input(options.name, input)
-        if options.name not in BUNDLED and not os.path.isdir(root := options.root or ""):
-            texts = " Texts are trained on by revzoo train texts." if os.path.isfile(root) else ""
-            raise DataError(f"There is no folder {root[:300]}.{find_beside(root)} Set data.root to where the data are.{texts}")
+        root = options.root or ""
+        if options.name not in BUNDLED and os.path.isfile(root):
+            raise DataError(
+                f"{root} is a file, and data.name={options.name} needs a folder. Texts are trained on by revzoo train texts."
+            )
+        if options.name not in BUNDLED and not os.path.isdir(root):
+            raise DataError(f"There is no folder {root[:300]}.{find_beside(root)} Set data.root to where the data are.")
     # Imported here, because each kind of data brings libraries that the others do not need.
     if is_own(options.name):
         from revzoo.data.own import load_own

@@ -11,7 +11,7 @@ from typing import Any
 
 from revzoo.data.corpus import Texts, read_utf8
 from revzoo.data.options import SPLITS, TABLES
-from revzoo.errors import DataError, did_you_mean, explain_missing, join_names
+from revzoo.errors import DataError, did_you_mean, explain_missing, join_names, quote
 from revzoo.spec.names import find_beside
 
 _SEPARATED = (
@@ -63,9 +63,9 @@ def check_columns(source: str, table: dict[str, list[Any]], column: str, label: 
         column: name of the column that holds the texts.
         label: name of the column that holds the labels; None: read no labels.
     """
-    require_column(source, table, column, "data.text.column=... (--column for predict and tokenizer)")
+    require_column(source, table, column, "data.text.column (--column for predict and tokenizer)")
     if label is not None:
-        require_column(source, table, label, "data.text.label=...")
+        require_column(source, table, label, "data.text.label")
     for name, values, kinds in ((column, table[column], str), (label, table[label] if label else [], str | int)):
         for row, value in enumerate(values, 1):
             if not isinstance(value, kinds) or not str(value).strip():
@@ -81,8 +81,10 @@ def require_column(source: str, columns: Iterable[str], name: str, option: str) 
     """Raise DataError unless a table has a column; `option` names another."""
     names = list(columns)
     if name not in names:
+        setting, _, others = option.partition(" ")
         raise DataError(
-            f"{source} has no column {name!r}.{did_you_mean(name, names)} Received: {join_names(names)}. Name one with {option}"
+            f"{source} has no column {name!r}.{did_you_mean(name, names)} Received: {join_names(names)}. The first row of a "
+            f"table names its columns. Name one of them, such as {setting}={quote(names[0])} {others}".rstrip()
         )
 
 

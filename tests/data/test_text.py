@@ -99,9 +99,11 @@ def test_text_files_that_cannot_be_read(tmp_path, story, options, refusal):
     empty.write_text("\n\n")
     latin.write_bytes(b"one\ntwo\ncaf\xe9\n")
     assert refusal(options("characters", empty), BYTES).startswith(f"{empty} is empty.")
-    assert refusal(options("characters", latin), BYTES).startswith(f"{latin} is not UTF-8: line 3, byte 11 of the file. ")
+    assert refusal(options("characters", latin), BYTES).startswith(
+        f"{latin} is no text in UTF-8: line 3, byte 11 of the file. "
+    )
     latin.write_bytes(b"BMW caf\xe9\n")  # begins as a bitmap does
-    assert refusal(options("characters", latin), BYTES).startswith(f"{latin} is not UTF-8: line 1, byte 7 ")
+    assert refusal(options("characters", latin), BYTES).startswith(f"{latin} is no text in UTF-8: line 1, byte 7 ")
     assert refusal(options("characters", tmp_path), BYTES).startswith(f"{empty} is empty.")  # whatever else is there
     assert refusal(options("characters", tmp_path / "no.txt"), BYTES).startswith(f"There is no file {tmp_path}/no.txt.")
     (tmp_path / "folder").mkdir()
