@@ -25,16 +25,3 @@ def test_curves_show_the_records(coupling, tmp_path, monkeypatch):
     lines = [[[*line.get_ydata()] for line in axes.lines] for axes in figure.axes]
     assert lines[:2] == [[[3.0, 2.0], [2.0, 1.0]], [[0.0, 10.0]]]
     assert lines[2:] == ([[[*values] for values in coupling.values()]] if coupling else [])
-
-
-@pytest.mark.parametrize(("epochs", "marked", "ticks"), [(1, True, [1]), (2, True, [1, 2]), (100, False, None)])
-def test_few_epochs_are_points_at_whole_numbers(epochs, marked, ticks, tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(curves, "save", lambda figure, path: figures.append(figure))
-    records = [{"epoch": i + 1, "train_loss": 3.0, "loss": 2.0, "top1": 10.0, "kept_bits": 6} for i in range(epochs)]
-    curves.plot_curves(records, tmp_path / "curves.png")
-    for axes in figures[0].axes:
-        assert all((line.get_marker() != "None") == marked for line in axes.lines)
-    for axes in figures[0].axes[:2]:
-        shown = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
-        assert shown == ticks if ticks else all(tick in range(1, epochs + 1) for tick in shown)

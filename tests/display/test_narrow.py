@@ -94,20 +94,6 @@ def test_words_and_numbers_stay_whole(kind, tables):
         assert wide - list_words(text) <= WIDE_ONLY.get(kind, set())
 
 
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("command", ["show", "profile"])
-def test_nothing_is_cut(command, width, measured, tables):
-    names = [part.name for part in measured[0].parts]
-    text = render(tables[command], width)
-    assert "…" not in text
-    assert max(map(len, text.splitlines())) <= width
-    shown = text if command == "show" else text.replace("blocks.", "")
-    for name in names if command == "show" else ["stages.1.transition", "stages.1.0.f"]:
-        assert name in shown, name
-    for mode in ("store", "selective", "recompute", "invert"):
-        assert f" {mode} " in text
-
-
 def test_a_name_wraps_at_dots():
     assert [line.rstrip() for line in render(DottedName("stages.0.blocks.10-12.f"), 9).splitlines()] == [
         "stages.0.",
