@@ -1,15 +1,15 @@
 """Plans for any module, reversible or not: what backward needs is kept within a budget, and made again where it is not.
 
-    captured_call -> expansion -> atoms     torch.compile's graph of a forward, in pieces that can run again by themselves
-    capture -> step_record                  one training step in FakeTensors: what it allocates, saves and computes
+    expansion -> atoms -> capture           torch.compile's graphs of a forward, in pieces that can run again by themselves
+    step_record                             one training step in FakeTensors: what it allocates, saves and computes
     span_choices, nesting, remaking         what may be kept, and which pieces are made again together
     front -> module_planner                 the least work for every budget; the plan is counted before its peak is promised
     counted_step, call_times                what a planned step does; how long its pieces take
-    module_plan -> planned_call             a plan, saved and applied
+    module_plan                             a plan, saved and applied
     spans -> spanned_graph -> recovery      the graph run by a plan, and what backward makes again
     table, figure                           a plan for the reader
 
-Everything outside this package uses the names below, and the command `named_module`.
+Everything outside this package uses the names below, and the command `named_module`, `table` and `figure`.
 """
 
 from revzoo.graph.counted_step import CallDetails, FrontPoint, Phase, PlanDetails

@@ -223,8 +223,7 @@ class _Call:
 
     Args:
         node: the call.
-        reads: the nodes whose results it uses, but for `statistics`.
-        reads_inputs: inputs of the graph in whose memory these lie.
+        reads_inputs: inputs of the graph in whose memory lie the results that it uses, but for `statistics`.
         changes: calls whose results it changes in place.
         changes_inputs: inputs of the graph that it changes.
         statistics: those of them that its result does not depend on.
@@ -233,7 +232,6 @@ class _Call:
     """
 
     node: Node
-    reads: tuple[Node, ...]
     reads_inputs: frozenset[Node]
     changes: frozenset[Node]
     changes_inputs: frozenset[Node]
@@ -261,17 +259,19 @@ class _Follower:
         changed = {self._makers[_key(t)] for t, version in zip(given, before, strict=True) if t._version != version}
         for t in tensors_in(out):
             self._makers.setdefault(_key(t), node)
-        moved = list_statistics(node)
-        changed.update(moved)
+        changed.update(list_statistics(node))
         statistics = frozenset(_list_moved_inputs(node))
         inputs = frozenset(each for each in changed if each.op in _INPUTS)
-        reads = tuple(each for each in node.all_input_nodes if each not in statistics)
+        reads = (each for each in node.all_input_nodes if each not in statistics)
         makers = {self._makers[_key(t)] for each in reads for t in tensors_in(self._env[each])}
-        reads_inputs = frozenset(each for each in makers if each.op in _INPUTS)
-        computes = bool(changed) or isinstance(out, Tensor | tuple | list | int | float | bool)
-        changes_setting = not computes
         return _Call(
-            node, reads, reads_inputs, frozenset(changed) - inputs, inputs, statistics, changes_setting, drawing.has_drawn
+            node=node,
+            reads_inputs=frozenset(each for each in makers if each.op in _INPUTS),
+            changes=frozenset(changed) - inputs,
+            changes_inputs=inputs,
+            statistics=statistics,
+            changes_setting=not changed and not isinstance(out, Tensor | tuple | list | int | float | bool),
+            draws=drawing.has_drawn,
         )
 
 

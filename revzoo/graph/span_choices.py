@@ -204,23 +204,18 @@ class Span:
                     need[storages[k].born - start] = 1
                 else:
                     before.update(recipes[k])
-        again, flops, made = [], 0, 0
+        again = []
         for i in range(self._end - 1, start - 1, -1):
             if need[i - start]:
                 again.append(i)
-                flops += choices.record.flops[i]
-                made += choices.made[i]
                 for k in reads[i]:
                     if k not in kept:
                         if storages[k].born >= start:
                             need[storages[k].born - start] = 1
                         elif k in recipes:
                             before.update(recipes[k])
-        for i in sorted(before, reverse=True):
-            again.append(i)
-            flops += choices.record.flops[i]
-            made += choices.made[i]
-        again.reverse()
+        again = [*sorted(before), *reversed(again)]
+        flops, made = (sum(of_atom[i] for i in again) for of_atom in (choices.record.flops, choices.made))
         return choices.price(flops, made), flops, made, again
 
     def _make_option(self, kept: frozenset[int], flops: int, made: int, again: Sequence[int]) -> Option:

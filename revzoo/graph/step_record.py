@@ -170,14 +170,11 @@ def record(captured: Capture, loss: Loss | None = None, *, with_parameter_gradie
     return _summarise(captured.calls, recorder, fixed, fixed_bytes, left_out)
 
 
-def _list_atoms(calls: Sequence[GraphCall]) -> list[Atom]:
-    return [_BETWEEN, *(atom for each in calls for atom in (*each.atoms, _BETWEEN))]
-
-
 def _summarise(
     calls: Sequence[GraphCall], recorder: _Recorder, fixed: Storages, fixed_bytes: int, left_out: Storages
 ) -> Record:
-    atoms, live, log = _list_atoms(calls), recorder.live, recorder.live.log
+    atoms = [_BETWEEN, *(atom for each in calls for atom in (*each.atoms, _BETWEEN))]
+    live, log = recorder.live, recorder.live.log
     forward_end = recorder.ends[-1]
     inner = [0] * len(atoms)
     born: dict[int, int] = {}
@@ -199,10 +196,8 @@ def _summarise(
         gradient.append(total)
     first = [-1] * len(atoms)
     for atom, _, number, _ in recorder.saved:
-        if number in recorder.unpacked:
-            at = recorder.unpacked[number] - forward_end
-            first[atom] = find_first((first[atom], at))
-    storages = _Storages(atoms, recorder, born, fixed).list()
+        first[atom] = find_first((first[atom], recorder.unpacked.get(number, -1) - forward_end))
+    storages = _list_storages(atoms, recorder, born, fixed)
     for each in storages.values():
         if not atoms[each.born].nodes and each.released >= 0:  # between graphs nobody hears autograd ask
             first[each.born] = find_first((first[each.born], each.released))
@@ -232,65 +227,55 @@ def find_first(positions: Iterable[int]) -> int:
     return min((at for at in positions if at >= 0), default=-1)
 
 
-class _Storages:
-    """What outlives the atom that allocates it, from the notes of a recorder."""
+def _list_storages(atoms: Sequence[Atom], recorder: _Recorder, born: Mapping[int, int], fixed: Storages) -> dict[int, Storage]:
+    """Return by number what outlives the atom that allocates it."""
+    log, end, count = recorder.live.log, recorder.ends[-1], len(atoms)
+    number = {node: i for i, atom in enumerate(atoms) for node in atom.nodes}
+    sizes = {storage: change for storage, change in reversed(log) if change > 0}
+    alive, death = dict[int, int](), dict[int, int]()
+    for at, (storage, change) in enumerate(log):
+        alive[storage] = alive.get(storage, 0) + change
+        if not alive[storage]:
+            death[storage] = at
+    entries: dict[int, Storage] = {}
 
-    def __init__(self, atoms: Sequence[Atom], recorder: _Recorder, born: Mapping[int, int], fixed: Storages):
-        self._atoms, self._recorder, self._born, self._fixed = atoms, recorder, born, fixed
-        self._number = {node: i for i, atom in enumerate(atoms) for node in atom.nodes}
-        self._sizes = {storage: change for storage, change in reversed(recorder.live.log) if change > 0}
-        self._end = recorder.ends[-1]
-        self._death: dict[int, int] = {}
-        sizes: dict[int, int] = {}
-        for at, (storage, change) in enumerate(recorder.live.log):
-            sizes[storage] = sizes.get(storage, 0) + change
-            if not sizes[storage]:
-                self._death[storage] = at
-        self._entries: dict[int, Storage] = {}
+    def enter(storage: int, atom: int, maker: Node | None) -> Storage:
+        if storage not in entries:
+            first = born.get(storage, atom)
+            is_between = not atoms[first].nodes
+            entries[storage] = Storage(sizes.get(storage, 0), first, None if is_between else maker, max(atom, first))
+            if is_between:
+                leave(storage)
+        return entries[storage]
 
-    def list(self) -> dict[int, Storage]:
-        """Return them by their numbers."""
-        for storage, atom in self._born.items():
-            if not self._atoms[atom].nodes and self._dies_at(storage) >= self._recorder.ends[atom]:
-                self._enter(storage, atom, None)
-        for nodes in (self._recorder.made, self._recorder.taken):
-            for node, storages in nodes.items():
-                for storage in storages - self._fixed:
-                    entry = self._enter(storage, self._number.get(node, 0), node)
-                    entry.nodes.append(node)
-                    entry.last_use = max(entry.last_use, *(self._number.get(user, 0) for user in node.users), 0)
-                    if any(user not in self._number for user in node.users):
-                        self._leave(storage, entry)
-        for atom, storage, slot, is_small in self._recorder.saved:
-            if storage not in self._fixed:
-                entry = self._enter(storage, atom, None)
-                asked = max(self._recorder.unpacked.get(slot, -1) - self._end, -1)
-                released = max(self._recorder.released.get(slot, -1) - self._end, -1)
-                first, last = entry.saved_by.get(atom, (-1, -1))
-                entry.saved_by[atom] = find_first((first, asked)), max(last, released)
-                entry.unpacked = find_first((entry.unpacked, asked))
-                entry.released = max(entry.released, released)
-                entry.is_small |= is_small
-        return self._entries
-
-    def _enter(self, storage: int, atom: int, maker: Node | None) -> Storage:
-        entry = self._entries.get(storage)
-        if entry is None:
-            born = self._born.get(storage, atom)
-            entry = self._entries[storage] = Storage(self._sizes.get(storage, 0), born, maker, max(atom, born))
-            if not self._atoms[born].nodes:
-                entry.maker = None
-                self._leave(storage, entry)
-        return entry
-
-    def _leave(self, storage: int, entry: Storage) -> None:
+    def leave(storage: int) -> None:
         """Note that code outside of graphs has it, so that the log alone says when it is freed."""
-        at = self._dies_at(storage)
-        if at < self._end:
-            entry.last_use = max(entry.last_use, bisect_right(self._recorder.begins, at) - 1)
+        entry, at = entries[storage], death.get(storage, len(log) - 1)
+        if at < end:
+            entry.last_use = max(entry.last_use, bisect_right(recorder.begins, at) - 1)
         else:
-            entry.last_use = len(self._atoms)
-            entry.released = max(entry.released, at - self._end)
+            entry.last_use = count
+            entry.released = max(entry.released, at - end)
 
-    def _dies_at(self, storage: int) -> int:
-        return self._death.get(storage, len(self._recorder.live.log) - 1)
+    for storage, atom in born.items():
+        if not atoms[atom].nodes and death.get(storage, len(log) - 1) >= recorder.ends[atom]:
+            enter(storage, atom, None)
+    for nodes in (recorder.made, recorder.taken):
+        for node, storages in nodes.items():
+            for storage in storages - fixed:
+                entry = enter(storage, number.get(node, 0), node)
+                entry.nodes.append(node)
+                entry.last_use = max(entry.last_use, *(number.get(user, 0) for user in node.users), 0)
+                if any(user not in number for user in node.users):
+                    leave(storage)
+    for atom, storage, slot, is_small in recorder.saved:
+        if storage not in fixed:
+            entry = enter(storage, atom, None)
+            asked = max(recorder.unpacked.get(slot, -1) - end, -1)
+            released = max(recorder.released.get(slot, -1) - end, -1)
+            first, last = entry.saved_by.get(atom, (-1, -1))
+            entry.saved_by[atom] = find_first((first, asked)), max(last, released)
+            entry.unpacked = find_first((entry.unpacked, asked))
+            entry.released = max(entry.released, released)
+            entry.is_small |= is_small
+    return entries

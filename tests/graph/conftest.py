@@ -1,13 +1,16 @@
 """Modules captured as graphs and run by a plan of the test's own."""
 
 import copy
-from collections.abc import Callable, Sequence
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from revzoo.graph.atoms import Atom, split_into_atoms
 from revzoo.graph.spanned_graph import SpannedGraph
@@ -38,6 +41,34 @@ def cut_every(length: int, keep: int = 0) -> Cut:
 
 CUTS = {"one span": cut_every(10**6), "spans of three": cut_every(3), "kept subset": cut_every(5, keep=3)}
 KEEP_ALL = "everything kept"
+
+
+class Watching(TorchDispatchMode):
+    """Knows what is alive of all that was allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[weakref.ref[Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._made.extend(weakref.ref(t.untyped_storage()) for t in tensors_in(out))
+        return out
+
+    def count_alive(self, known: Iterable[Tensor]) -> int:
+        """Return the bytes that are alive, but for those of known tensors."""
+        assert len(self._made) > 20
+        ids = {id(t.untyped_storage()) for t in known}
+        return sum(s.nbytes() for each in self._made if (s := each()) is not None and id(s) not in ids)
+
+
+@pytest.fixture
+def watching() -> Iterator[Watching]:
+    """Return a mode that watches, while no garbage is collected."""
+    gc.collect()
+    gc.disable()
+    yield Watching()
+    gc.enable()
 
 
 class Captured:
@@ -74,12 +105,12 @@ def capture() -> type[Captured]:
     return Captured
 
 
-def step(run: Callable[..., Any], module: nn.Module, inputs: Sequence[Any], loss: Callable[[Any], Tensor]) -> dict[str, Any]:
+def step(run: Callable[..., Any], module: nn.Module, batch: Any, loss: Callable[[Any], Tensor]) -> dict[str, Any]:
     """Return all that one training step leaves behind."""
     torch.manual_seed(1)
     inputs = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_(x.requires_grad)
-              if isinstance(x, Tensor) else x for x in inputs]  # fmt: skip
-    out = run(*inputs)
+              if isinstance(x, Tensor) else x for x in (batch.values() if isinstance(batch, dict) else batch)]  # fmt: skip
+    out = run(**dict(zip(batch, inputs, strict=True))) if isinstance(batch, dict) else run(*inputs)
     left: dict[str, Any] = {f"output {i}": t.detach().clone() for i, t in enumerate(tensors_in(out))}
     left["random stream of forward"] = torch.get_rng_state()
     loss(out).backward()
@@ -109,6 +140,17 @@ def assert_equal(left: dict[str, Any], expected: dict[str, Any]) -> None:
         assert got.dtype == value.dtype, name
         assert got.stride() == value.stride(), name
         assert torch.equal(got, value), name
+
+
+@pytest.fixture
+def same_step() -> Callable[..., None]:
+    """Return a function that asserts that a step of a planned module leaves what one of the plain module leaves."""
+
+    def compare(planned: nn.Module, plain: nn.Module, batch: Any, loss: Callable[[Any], Tensor] = square) -> None:
+        inputs = batch if isinstance(batch, dict | tuple) else (batch,)
+        assert_equal(*(step(module, module, inputs, loss) for module in (planned, plain)))
+
+    return compare
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 
 import pytest
 import torch
@@ -70,53 +71,32 @@ def refuse(module, batch=BATCH, **options) -> str:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("module", "message"),
     [
-        (
-            ReturnsNothing,
-            "The forward of ReturnsNothing returns no tensor, so there is no backward to plan. Received: NoneType. Return what "
-            "the loss is computed from.",
-        ),
-        (ReturnsNumber, "The forward of ReturnsNumber returns no tensor, so there is no backward to plan. Received: int. "),
-        (
-            Detaches,
-            "Nothing that the forward of Detaches returns depends on a parameter that requires a gradient. Look for .detach(), "
-            ".item() and torch.no_grad() in it.",
-        ),
-        (
-            Alternates,
-            "Two calls of Alternates with the same batch ran other operations: its forward depends on what it remembers. Plan "
-            "a submodule that runs the same operations every time.",
-        ),
+        (ReturnsNothing(), "The forward of ReturnsNothing returns no tensor.*Received: NoneType"),
+        (ReturnsNumber(), "The forward of ReturnsNumber returns no tensor.*Received: int"),
+        (Detaches(), r"Nothing that the forward of Detaches returns depends on a parameter.*Look for \.detach\(\)"),
+        (Alternates(), "Two calls of Alternates with the same batch ran other operations.*Plan a submodule"),
+        (torch.compile(Net()), "Received: compiled the module. Plan before compiling"),
+        (nn.Sequential(Net(), torch.compile(Net())), "Received: compiled 1. Plan before compiling"),
     ],
 )
-def test_forwards_without_a_step_to_plan(make, message):
-    assert refuse(make())[: len(message)] == message
+def test_modules_without_a_step_to_plan(module, message):
+    assert re.search(message, refuse(module))
 
 
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (
-            torch.zeros(4, 9),
-            "The forward of Net fails with this batch ([4, 9] float32): a and b must have same reduction dim, but got [4, 9] X "
-            "[8, 8]. Give one that module(batch) takes.",
-        ),
-        (
-            (BATCH, BATCH),
-            "The forward of Net cannot be called with this batch: too many positional arguments. A batch is a tensor, a tuple "
-            "or list of positional arguments, or a mapping of keyword arguments.",
-        ),
-        (
-            {"images": BATCH},
-            "The forward of Net cannot be called with this batch: missing a required argument: 'x'. A batch is ",
-        ),
-        ("images", "The batch must hold at least one tensor. Received: str."),
-        (torch.zeros(0, 8), "The batch must hold at least one example. Received: [(0, 8)]."),
+        (torch.zeros(4, 9), r"fails with this batch \(\[4, 9\] float32\): a and b must .*Give one that module\(batch\) takes"),
+        ((BATCH, BATCH), "cannot be called with this batch: too many positional arguments. A batch is a tensor, a tuple or"),
+        ({"images": BATCH}, "cannot be called with this batch: missing a required argument: 'x'. A batch is"),
+        ("images", "The batch must hold at least one tensor. Received: str"),
+        (torch.zeros(0, 8), r"The batch must hold at least one example. Received: \[\(0, 8\)\]"),
     ],
 )
 def test_wrong_batches(batch, message, caplog):
-    assert refuse(Net(), batch)[: len(message)] == message
+    assert re.search(message, refuse(Net(), batch))
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]  # PyTorch logs a traceback of its own
 
 
@@ -129,17 +109,7 @@ def test_wrong_batches(batch, message, caplog):
     ],
 )
 def test_wrong_losses(loss, received):
-    message = f"loss= returns one number with a gradient. Received: {received}. Return a mean or a sum."
-    assert refuse(Net(), loss=loss) == message
-
-
-def test_compiled_modules_are_named():
-    words = "Plan before compiling."
-    for module, names in (
-        (torch.compile(Net()), "the module"),
-        (nn.Sequential(Net(), torch.compile(Net())), "1"),
-    ):
-        assert refuse(module) == f"What compiled code keeps cannot be counted. Received: compiled {names}. {words}"
+    assert f"one number with a gradient. Received: {received}. Return a mean or a sum." in refuse(Net(), loss=loss)
 
 
 def test_errors_of_the_users_own_code_are_theirs():
@@ -182,5 +152,4 @@ def test_what_reads_values_needs_some():
     assert sum(note.startswith("It reads the values of tensors, so that planning had to compute") for note in notes) == 1
     with torch.device("meta"):
         module = ReadsValues()
-    message = "A step of ReadsValues cannot run without values: it reads those of tensors, by which it may decide what to"
-    assert refuse(module, torch.empty(4, 8, device="meta"))[: len(message)] == message
+    assert "ReadsValues cannot run without values" in refuse(module, torch.empty(4, 8, device="meta"))
