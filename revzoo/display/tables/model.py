@@ -15,7 +15,7 @@ _CAPTION = (
 )
 
 _ONE_TENSOR_CAPTION = (
-    "With invert, a layer with an inverse of its own keeps only what the inverse needs beside the layer's output. All else "
+    "With invert, a layer with an inverse of its own keeps only what the inverse needs besides the layer's output. All else "
     "keeps its activations unless set to selective or recompute."
 )
 
