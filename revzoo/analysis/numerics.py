@@ -124,8 +124,8 @@ class NumericsReport:
         if math.isinf(self.worst.snr):
             return f"{count} rebuilt, bit for bit."
         return (
-            f"{count} rebuilt, with a signal-to-noise ratio of {format_ratio(self.worst.snr)} at least (in "
-            f"front of {self.worst.name}). The gradients are turned by {self.angle:.2g} degrees against those of storing "
+            f"{count} rebuilt, with a signal-to-noise ratio of {format_ratio(self.worst.snr)} at least "
+            f"(before {self.worst.name}). The gradients are turned by {self.angle:.2g} degrees against those of storing "
             "everything."
         )
 
