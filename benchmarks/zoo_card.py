@@ -8,7 +8,7 @@ A row of `docs/zoo.json` gets a key `card`:
 
     methods     the model stored, inverted and by plans of the planner, and its ordinary twin with a checkpoint at every block:
                 how many units are in each mode, FLOPs of a step for an example, and a timeline in each dtype.
-    optimizers  bytes of the state, and what an update takes beside it; `twin_optimizers` are those of the twin.
+    optimizers  bytes of the state, and what an update takes besides; `twin_optimizers` are those of the twin.
 
 It is null for a model whose step allocates otherwise in another batch.
 """

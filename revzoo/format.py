@@ -11,12 +11,6 @@ def format_bytes(size: float) -> str:
     return f"{size:.0f} B" if name == "B" else f"{size / unit:.1f} {name}"
 
 
-def format_tick(size: float) -> str:
-    """Return a size without the zeros after its decimal point, such as "1.25 GiB"."""
-    name, unit = choose_byte_unit(size)
-    return f"{size / unit:.6g} {name}"
-
-
 def format_flops(flops: int) -> str:
     """Return a number of operations such as "17.6 GFLOP"."""
     return _scale(flops, "FLOP")

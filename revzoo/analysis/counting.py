@@ -10,7 +10,7 @@ from revzoo.analysis.bytes_per_pixel import list_stages, report_pixels
 from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.flops import FlopCounter
-from revzoo.analysis.report import ModelReport, PartReport, PixelReport, TwinReport
+from revzoo.analysis.report import ModelReport, PartReport, TwinReport
 from revzoo.analysis.step_memory import CountedStep, run_and_measure
 from revzoo.analysis.twin import build_twin
 from revzoo.checkpoint import index
@@ -64,7 +64,7 @@ def report_model(model: Model, batch_size: int | None = None, weights_file: Path
         flop_ratios={mode: total / totals[Mode.STORE] for mode, total in totals.items()},
         parts=tuple(_report_parts(model, {mode: steps[mode].kept for mode in MODES})),
         memory={mode: step.memory for mode, step in steps.items()},
-        pixels=_report_pixels(steps[Mode.INVERT], batch),
+        pixels=report_pixels(steps[Mode.INVERT], batch) if steps[Mode.INVERT].peaks else None,
         twin=_measure_twin(model, batch),
         sources=tuple(to_plain(spec.sources)),
         expect=to_plain(spec.expect),
@@ -97,10 +97,6 @@ def _count_step(
     with isolated(model, batch, fake=True) as inputs, flops:
         step = run_and_measure(model, inputs, units=units, stages=stages)
     return step, flops
-
-
-def _report_pixels(step: CountedStep, batch: Tensor) -> PixelReport | None:
-    return report_pixels(step, batch) if step.peaks else None
 
 
 def _per_example(flops: FlopCounter, batch: Tensor) -> int:
@@ -152,13 +148,12 @@ def _measure_twin(model: Model, batch: Tensor) -> TwinReport | None:
     if isinstance(built, str):
         return TwinReport(twin["library"], twin["name"], problem=built)
     try:
-        step, flops = _count_step(built, batch, splits_pixels=True)
+        step, flops = _count_step(built, batch)
     except Exception as error:  # a library's network with the spec's arguments may raise anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         return TwinReport(twin["library"], twin["name"], problem=f"it does not take the model's input ({reason})")
     parameters = sum(p.numel() for p in built.parameters())
-    pixels = _report_pixels(step, batch)
-    return TwinReport(twin["library"], twin["name"], parameters, _per_example(flops, batch), step.memory, pixels)
+    return TwinReport(twin["library"], twin["name"], parameters, _per_example(flops, batch), step.memory)
 
 
 def _dims(part: Any) -> tuple[int, ...]:

@@ -161,10 +161,10 @@ def preserve_random_streams(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def leave_autocast() -> Iterator[None]:
-    """Run what is inside the block as behind the surrounding autocast, where backward belongs.
+    """Run what is inside the block as after the surrounding autocast, where backward belongs.
 
     Autocast keeps a cast of every weight until its outermost block ends, and then frees those that nothing has saved. Inside
-    it is off, its casts are freed, and a recovery that enters it again frees its own at the end, as behind that block.
+    it is off, its casts are freed, and a recovery that enters it again frees its own at the end, as after that block.
     """
     kinds = [kind for kind in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(kind)]
     depth = torch.autocast_increment_nesting() - 1

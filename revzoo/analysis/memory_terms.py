@@ -58,7 +58,7 @@ class _Call(NamedTuple):
 
 
 class OperationLog(LiveBytes):
-    """Logs operations beside the bytes that they make.
+    """Logs operations and the bytes that they make.
 
     Args:
         units: modules in the model; of nested ones the inner follows. An operation belongs to the one last called, and so do
@@ -152,7 +152,7 @@ class OperationLog(LiveBytes):
         return units
 
     def _split(self, unit: str, position: int, operation: int, lasting: Storages) -> Peak:
-        """Return the terms of what is alive behind an entry of the log of bytes, which an operation has made."""
+        """Return the terms of what is alive after an entry of the log of bytes, which an operation has made."""
         alive: defaultdict[int, int] = defaultdict(int)
         for storage, change in self.log[: position + 1]:
             if storage not in lasting:

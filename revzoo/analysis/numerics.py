@@ -51,7 +51,7 @@ class RebuiltState:
     """A state of forward and what inversion made of it.
 
     Args:
-        name: path of the step or layer whose inversion gave it. It is the state in front of it, the older one of a pair.
+        name: path of the step or layer whose inversion gave it. It is the state before it, the older one of a pair.
         of_layer: whether it is the input of a layer that is inverted by itself, or half of it (f and g of a coupled layer), and
             not a state between steps.
         signal: mean square of the state.
@@ -124,8 +124,8 @@ class NumericsReport:
         if math.isinf(self.worst.snr):
             return f"{count} rebuilt, bit for bit."
         return (
-            f"{count} rebuilt, with a signal-to-noise ratio of {format_ratio(self.worst.snr)} at least (in "
-            f"front of {self.worst.name}). The gradients are turned by {self.angle:.2g} degrees against those of storing "
+            f"{count} rebuilt, with a signal-to-noise ratio of {format_ratio(self.worst.snr)} at least "
+            f"(before {self.worst.name}). The gradients are turned by {self.angle:.2g} degrees against those of storing "
             "everything."
         )
 

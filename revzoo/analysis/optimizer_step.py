@@ -1,4 +1,4 @@
-"""What an optimizer takes: its state, and the most that an update allocates beside it.
+"""What an optimizer takes: its state, and the most that an update allocates besides.
 
 A copy of the optimizer makes a few steps under `FakeTensorMode`, with parameters that have no values, and the bytes of what it
 allocates are counted. So whatever it does counts: `foreach` makes a copy of all weights or two, a loop over the parameters one

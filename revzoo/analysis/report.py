@@ -186,10 +186,9 @@ class TwinReport:
     Args:
         library: where it is defined, such as "timm".
         name: its name there.
-        parameters: number of parameters; this and the next three are None if it could not be built or run.
+        parameters: number of parameters; this and the next two are None if it could not be built or run.
         flops: of a forward of one example, as in `ModelReport`.
         memory: of a training step.
-        pixels: the memory per pixel, term by term; None for texts.
         problem: why it could not be built or run, else None.
     """
 
@@ -198,7 +197,6 @@ class TwinReport:
     parameters: int | None = None
     flops: int | None = None
     memory: MemoryReport | None = None
-    pixels: PixelReport | None = None
     problem: str | None = None
 
 

@@ -33,7 +33,7 @@ def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimize
             is allocated.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         optimizer: its state is counted too; before its first step, the state that this step will create. So is what its
-            update takes beside that, after backward.
+            update takes besides that, after backward.
     Raises:
         InputError: the model is no module; the batch has no tensor or no example; nothing requires a gradient; or the
             optimizer has other parameters than the model's, or a state that cannot be predicted.
@@ -154,7 +154,7 @@ def measure_modes(
     Args:
         model, batch, optimizer: as for `measure_memory`.
         in_backward: whether the optimizer updates each parameter inside backward. No gradients are then left after it, and
-            what one takes beside its update counts with the activations.
+            what one takes besides its update counts with the activations.
         loss, other_bytes: as for `run_and_measure`.
     Raises:
         InputError: as `measure_memory`, or processes divide the model. MissingValueError, which is one, if the model asks for

@@ -31,7 +31,7 @@ Watch = Callable[[nn.Module], AbstractContextManager[Callable[[], object]]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one forward and backward leaves behind.
+    """What one forward and backward leaves.
 
     Args:
         gradients: of the parameters that require one, by name.

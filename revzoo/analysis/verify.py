@@ -117,7 +117,7 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
         InputError: the model is no module, or has no chain inside; the batch has no tensor or no example; nothing requires a
             gradient; or the parameters have no values (meta, FakeTensor).
         RecoveryError: a step of a divided model could not be recovered.
-    Cost: time of three training steps; beside the memory of a training step that stores everything, a copy of the model and
+    Cost: time of three training steps; besides the memory of a training step that stores everything, a copy of the model and
         another set of gradients.
     """
     require_module(model)
@@ -161,7 +161,7 @@ def _run_schedule(trial: Trial, model: nn.Module, can_compare: bool) -> tuple[Ve
         try:
             scheduled = trial.run(tripwire=tripwire, watch=recorder.watch)
         except RecoveryError as error:
-            if any(map(is_sharded, model.parameters())):  # the other processes wait, and cannot begin anew
+            if any(map(is_sharded, model.parameters())):  # the other processes wait, and cannot begin again
                 raise
             failure = failure or str(error)
         else:
@@ -211,7 +211,7 @@ class _InputRecorder:
         self._in_forward = False
 
     def _note_state(self, paths: Paths, module: nn.Module, name: str, state: Tensor) -> Comparison | None:
-        """Return what compares the rebuilt state in front of a layer, or of a step made of layers, with this one."""
+        """Return what compares the rebuilt input of a layer, or of a step made of layers, with this one."""
         path = f"{paths.find(module, name)}."
         unit = next((unit for unit in self._made_of_layers if path.startswith(f"{unit}.")), None)
         return None if unit is None else partial(self._compare_state, unit, state.clone())

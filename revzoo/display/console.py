@@ -29,7 +29,7 @@ def print_text(text: str) -> None:
 def show_status(what: str = "", *, shown: bool = True) -> Iterator[Callable[[str], object]]:
     """Show what is being done in a line that vanishes at the end of the block; yield a function that shows something else.
 
-    Where the standard error is no terminal, or not `shown`, nothing is. Print results behind the block: inside they would go to
+    Where the standard error is no terminal, or not `shown`, nothing is. Print results after the block: inside they would go to
     the standard error.
     """
     if not (shown and sys.stderr.isatty()):

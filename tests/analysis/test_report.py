@@ -128,4 +128,3 @@ def test_the_twin_is_measured_with_the_same_batch(monkeypatch):
     assert (twin.parameters, twin.flops, twin.problem) == (64 * 32 + 32 + 320, 64 * 32 + 320, None)
     assert twin.memory.after_forward_bytes == 10**9 * 32 * 4 + 4  # the sigmoid's output, and the loss
     assert twin.memory.batch_bytes == 10**9 * 64 * 4
-    assert twin.pixels.counted_bytes == twin.memory.activation_bytes

@@ -87,7 +87,7 @@ def test_a_network_on_one_tensor_has_no_streams(layers, tmp_path, monkeypatch):
 def test_bytes_per_pixel_of_every_stage(vit):
     pixels = vit.pixels
     assert all(line in text_of(tabulate_model(vit)) for line in str(pixels).splitlines())
-    twin = TwinReport("timm", "vit", 1, 1, vit.memory["store"], replace(pixels, counted_bytes=128 * 4321))
+    twin = TwinReport("timm", "vit", 1, 1, replace(vit.memory["store"], activation_bytes=128 * 4321))
     assert "Of the twin: 4321.0 bytes" in text_of(tabulate_model(replace(vit, twin=twin)))
 
 

@@ -136,12 +136,6 @@ def test_most_documents_show_commands():
     assert shown >= LONG - {"sweeps.md"} | {"specs.md"}
 
 
-def test_the_two_commands_stand_first():
-    (first, second) = next(body for language, body in fences(ROOT / "README.md") if language == "bash").splitlines()
-    assert first == 'python -m pip install "${REVZOO}[test]" && revzoo train'
-    assert second == 'python -m pytest -n logical "${REVZOO}/tests"'
-
-
 @pytest.mark.parametrize("document", TEXTS, ids=lambda path: path.name)
 def test_links_and_paths_lead_somewhere(document):
     text = document.read_text()

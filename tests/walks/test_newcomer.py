@@ -22,11 +22,6 @@ def test_looking_around(user):
     assert Path("plan.png").stat().st_size > 10_000
 
 
-def test_nothing_else_is_to_be_typed(user):
-    """Besides the installation: these commands are run nowhere else."""
-    assert user.open("README.md").count("\n```bash\n") == 4
-
-
 def test_own_photographs_take_three_commands(user, photos):
     train, evaluate, predict = user.read("README.md", "revzoo train images")
     assert user.read("README.md", "revzoo predict") == [train, evaluate, predict]

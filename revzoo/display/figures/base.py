@@ -1,6 +1,5 @@
 """What all figures share: an empty page, its heading, plain axes, ticks in bytes, and how a picture is saved."""
 
-import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,10 +7,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from revzoo.display.style import FAINT, GRID, INK
-from revzoo.format import choose_byte_unit, format_tick
+from revzoo.format import choose_byte_unit
 
 LEFT = 0.95  # margin to the left of the axes and the heading [inch]
 _CHARACTER = 0.064  # mean width of a character of the heading's small lines [inch]
@@ -46,13 +45,6 @@ def simplify_axes(axes: Axes) -> None:
     axes.spines["bottom"].set_color(FAINT)
 
 
-def label_bytes(axis: Axis, ticks: Sequence[float]) -> None:
-    """Put ticks at these sizes on an axis, labelled such as "1.25 GiB"."""
-    axis.set_major_locator(FixedLocator(ticks))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda size, _: format_tick(size)))
-
-
 def mark_bytes(axis: Axis, low: float, high: float, most: int = 7) -> None:
     """Put ticks at round sizes from low to high on an axis, labelled in one unit, such as "0.8 GiB" and "1.2 GiB".
 
@@ -60,17 +52,10 @@ def mark_bytes(axis: Axis, low: float, high: float, most: int = 7) -> None:
         most: how many ticks at most.
     """
     name, unit = choose_byte_unit(high)
-    axis.set_major_locator(FixedLocator([tick * unit for tick in round_ticks(low / unit, high / unit, most)]))
+    ticks = MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(low / unit, high / unit)
+    axis.set_major_locator(FixedLocator([tick * unit for tick in ticks if low <= tick * unit <= high]))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda size, _: f"{size / unit:.6g} {name}" if size else "0 B"))
-
-
-def round_ticks(low: float, high: float, most: int) -> list[float]:
-    """Return the multiples from low to high of 1, 2 or 5 times a power of ten, as many as there may be."""
-    exponent = math.floor(math.log10((high - low) / most))
-    steps = (scale * 10.0**power for power in (exponent, exponent + 1) for scale in (1, 2, 5))
-    step = next(step for step in steps if (high - low) / step <= most)
-    return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def save(figure: Figure, path: str | Path) -> None:

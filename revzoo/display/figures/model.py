@@ -1,13 +1,15 @@
 """The report of a model as a picture: its parts in a row, and below each part the bytes that it keeps for backward."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from revzoo.analysis.report import ModelReport, PartReport
-from revzoo.display.figures.base import draw_heading, label_bytes, new_figure, save, simplify_axes
+from revzoo.display.figures.base import draw_heading, new_figure, save, simplify_axes
 from revzoo.display.style import BLUE, INK, LIGHT_BLUE, LIGHT_GREY, MODE_COLORS, PALE
 from revzoo.display.tables.model import describe_twin
 from revzoo.format import format_bytes, format_count, format_flops, format_shape
@@ -95,17 +97,9 @@ def _box_lines(part: PartReport) -> list[str]:
 
 
 def _wrap(text: str, most: int) -> list[str]:
-    """Break a text at spaces into lines of at most this many characters, and longer words after an underscore."""
-    lines = [""]
-    for word in text.split(" "):
-        blank = " " if lines[-1] else ""
-        for piece in [word] if len(word) <= most else word.replace("_", "_ ").split(" "):
-            if len(lines[-1] + blank + piece) <= most:
-                lines[-1] += blank + piece
-            else:
-                lines.append(piece)
-            blank = ""
-    return [line for line in lines if line]
+    """Break a text at spaces, and longer words after an underscore, into lines of about this many characters."""
+    words = (word if len(word) <= most else word.replace("_", "_ ") for word in text.split(" "))
+    return [line.replace("_ ", "_") for line in textwrap.wrap(" ".join(words), most)]
 
 
 def _draw_bars(axes: Axes, parts: Sequence[PartReport], centers: Sequence[float], span: float) -> None:
@@ -126,7 +120,9 @@ def _draw_bars(axes: Axes, parts: Sequence[PartReport], centers: Sequence[float]
     axes.set(xlim=(0, span), ylim=(low, high))
     axes.set_ylabel("kept for backward (log scale)", fontsize=9, color=INK)
     ticks = [1024.0**i * 2**j for i in range(5) for j in (0, 5)]
-    label_bytes(axes.yaxis, [tick for tick in ticks if low <= tick <= high])
+    axes.set_yticks([tick for tick in ticks if low <= tick <= high])
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
     axes.xaxis.set_visible(False)
     simplify_axes(axes)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=4, frameon=False, fontsize=9)

@@ -1,6 +1,6 @@
 """A plan as a picture: memory over one training step, the mode of every unit, and what other budgets would take.
 
-Every function draws what it is given and nothing else, so that the data written beside a picture is all there is in it.
+Every function draws what it is given and nothing else, so that the data written next to a picture is all there is in it.
 """
 
 from bisect import bisect_right
@@ -44,7 +44,7 @@ def plot_plan(
         plan: to be drawn.
         path: of the picture.
         front: the fastest schedules of other budgets; without any, the second panel is left out.
-        others: schedules to mark beside them, by name.
+        others: schedules to mark next to them, by name.
         fixed_bytes: weights, batch and optimizer state, shaded at the bottom.
     """
     count = len(plan.phase_peaks)

@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-_PIECE = re.compile(r"[^._/ -]*[._/ -]?")  # of a name: up to and with the character behind which a line may end
+_PIECE = re.compile(r"[^._/ -]*[._/ -]?")  # of a name: up to and with the character after which a line may end
 
 
 def make_plain_table(title: str) -> Table:
@@ -27,7 +27,7 @@ def make_table(**settings: Any) -> Table:
 
 
 class DottedName:
-    """A name such as stages.0.blocks.3.f, whose lines end behind dots, or behind other signs between words.
+    """A name such as stages.0.blocks.3.f, whose lines end after dots, or after other signs between words.
 
     Args:
         name: the name.

@@ -15,7 +15,7 @@ _CAPTION = (
 )
 
 _ONE_TENSOR_CAPTION = (
-    "With invert, a layer with an inverse of its own keeps only what the inverse needs beside the layer's output. All else "
+    "With invert, a layer with an inverse of its own keeps only what the inverse needs besides the layer's output. All else "
     "keeps its activations unless set to selective or recompute."
 )
 
@@ -86,8 +86,8 @@ def _tabulate_memory(report: ModelReport) -> MemoryTable:
 
 def _describe_pixels(pixels: PixelReport, twin: TwinReport | None) -> str:
     text = f"With invert, {pixels}\nz: activations that backward has yet to use; g: gradients of activations; *: the peak."
-    if twin is not None and twin.pixels is not None:
-        text += f" Of the twin: {twin.pixels.bytes_per_pixel:.1f} bytes per pixel."
+    if twin is not None and twin.memory is not None:
+        text += f" Of the twin: {twin.memory.activation_bytes / pixels.pixels:.1f} bytes per pixel."
     return escape(f"\n{text}\n")
 
 

@@ -28,7 +28,7 @@ def tabulate_numerics(title: str, report: NumericsReport) -> RenderableType:
 
 def _tabulate_states(states: Sequence[RebuiltState]) -> Table:
     table = Table(title="Signal-to-noise ratio of rebuilt states, in the order of forward")
-    table.add_column("in front of")
+    table.add_column("before")
     for heading in ("measured", "predicted"):
         table.add_column(heading, justify="right")
     for state in states:

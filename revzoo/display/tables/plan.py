@@ -15,7 +15,7 @@ from revzoo.runtime.mode import MODES
 
 
 def tabulate_plan(plan: Plan, beside: Mapping[str, SchedulePoint] | None = None) -> RenderableType:
-    """Lay out a plan: its peak and time beside those of other schedules, the modes of every stage, and its notes.
+    """Lay out a plan: its peak and time next to those of other schedules, the modes of every stage, and its notes.
 
     Args:
         plan: to be shown.

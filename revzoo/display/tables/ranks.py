@@ -10,7 +10,7 @@ from revzoo.planning.ranks.rank_plan import RankPlan
 
 
 def tabulate_ranks(ranks: RankPlan) -> RenderableType:
-    """Lay out what the rank with the largest shards holds beside activations, and what it sends in a training step."""
+    """Lay out what the rank with the largest shards holds besides activations, and what it sends in a training step."""
     held, where = ranks.held, " (on the host)" if ranks.division.offload else ""
     return Group(
         f"{str(ranks.division).capitalize()}: each rank has its own batch.",
