@@ -90,7 +90,7 @@ def _make_plan(run: Run, step: PlannedStep, limit: int) -> Plan:
 
 
 def _read_plan(run: Run, step: PlannedStep, limit: int) -> Plan:
-    """Return the plan in the folder.
+    """Return the plan in the folder. Changes of the recipe are known by now: `needs_new_plan`.
 
     Raises:
         PlanError: it is damaged, or was made for another model, batch, device or budget.
@@ -100,24 +100,13 @@ def _read_plan(run: Run, step: PlannedStep, limit: int) -> Plan:
         plan = Plan.load(run.folder.plan)
     except PlanError as error:
         raise PlanError(f"{error} {remedy}") from error
-    reasons = list(plan.setting.differences(step.setting)) or list(_list_changes(run, step, limit, plan))
+    reasons = list(plan.setting.differences(step.setting))
+    if run.recipe.memory.budget != "auto" and limit != plan.budget_bytes:  # a share of another machine's memory
+        reasons.append(f"budget: {format_bytes(plan.budget_bytes)} in the plan, {format_bytes(limit)} now")
+    if not reasons and (peak := step.count_peak(plan)) > max(plan.peak_bytes, plan.budget_bytes):
+        reasons.append(
+            f"peak: {format_bytes(plan.peak_bytes)} in the plan, {format_bytes(peak)} now, which is above the budget"
+        )
     if reasons:
         raise PlanError(f"{run.folder.plan} was made for other circumstances ({'; '.join(reasons)}). {remedy}")
     return plan
-
-
-def _list_changes(run: Run, step: PlannedStep, limit: int, plan: Plan) -> Iterator[str]:
-    """Yield, in words, each difference between what the plan was made for and what the recipe asks for now."""
-    options = run.recipe.memory
-    if options.budget != "auto" and limit != plan.budget_bytes:
-        yield f"budget: {format_bytes(plan.budget_bytes)} in the plan, {format_bytes(limit)} now"
-    if options.solver != plan.solver:
-        yield f"solver: {plan.solver} in the plan, {options.solver} now"
-    if step.lookahead != plan.lookahead:
-        yield f"lookahead: {plan.lookahead} in the plan, {step.lookahead} now"
-    if plan.units != run.model.units:
-        yield "its units are not the model's"
-        return
-    peak = step.count_peak(plan)
-    if peak > max(plan.peak_bytes, plan.budget_bytes):
-        yield f"peak: {format_bytes(plan.peak_bytes)} in the plan, {format_bytes(peak)} now, which is above the budget"

@@ -216,15 +216,10 @@ def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:
         "revzoo.epoch": str(record["epoch"]),
         f"revzoo.{CHOSEN.key}": repr(record[CHOSEN.key]),
     }
-    call_on_main(run.accelerator, lambda: _append_record(run, record))
+    call_on_main(run.accelerator, lambda: run.folder.append_record(record))
     log_record(run.accelerator, record)
     for file in (run.folder.last, run.folder.best) if improved else (run.folder.last,):
         _save_weights(run, file, metadata)
-
-
-def _append_record(run: Run, record: dict[str, Any]) -> None:
-    with run.folder.saving():
-        run.folder.append_record(record)
 
 
 def _save_weights(run: Run, file: Path, metadata: dict[str, str]) -> None:

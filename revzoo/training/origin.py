@@ -5,10 +5,10 @@ would show some examples twice, and another optimizer would meet the state of th
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from accelerate.utils import broadcast_object_list, gather_object
 
@@ -21,6 +21,7 @@ from revzoo.training.options import Recipe
 from revzoo.training.run_folder import RunFolder
 
 ORIGIN = "origin.json"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,28 +96,20 @@ def read_origin(folder: RunFolder) -> Origin:
         raise folder.explain_damage(state / ORIGIN, error) from error
 
 
-def require_same_recipe(recipe: Recipe) -> None:
-    """Check that all processes have the same recipe, which says what groups they form. Errors: `require_same_origin`."""
-    own = to_plain(recipe)
-    [first] = broadcast_object_list([own])
-    _refuse_others(list(find_differences(first, own)))
+def require_same(own: T, compare: Callable[[T, T], Iterable[str]]) -> None:
+    """Check that all processes have the same of something, such as the recipe, which says what groups they form.
 
-
-def require_same_origin(origin: Origin) -> None:
-    """Check that all processes have the same recipe, model, classes and examples.
+    Args:
+        own: what this process has.
+        compare: names what is different in two of them.
 
     Raises:
         InputError: they have not; raised in every process, with the same message.
     """
-    [first] = broadcast_object_list([origin])
-    _refuse_others(list(first.list_changes(origin)))
-
-
-def _refuse_others(differing: list[str]) -> None:
-    """Raise InputError in every process where any of them names what it has otherwise than the first."""
+    [first] = broadcast_object_list([own])
     lines = [
         f"process {number} has other {join_names(names, most=6)}"
-        for number, names in enumerate(gather_object([differing]))
+        for number, names in enumerate(gather_object([list(compare(first, own))]))
         if names
     ]
     if lines:
@@ -137,40 +130,15 @@ def _compare_names(before: list[str], now: list[str]) -> str:
 # What can change between two updates and then does what it says. Everything else has no effect in a resumed run, as the weights
 # to start from, or contradicts what was done before, as another optimizer or batch size.
 _CHANGEABLE = (
-    "data.augment",
-    "data.num_workers",
-    "data.root",
-    "data.shift",
-    "data.text.tokenizer",
-    "memory",
-    "mixup",
-    "model.exact",
-    "model.schedule",
-    "train.class_weights",
-    "train.clip_grad",
-    "train.compile",
-    "train.cuda_graph",
-    "train.epochs",
-    "train.keep_states",
-    "train.label_smoothing",
-    "train.mixed_precision",
-    "train.offload",
-    "train.optimizer_in_backward",
-    "train.patience",
-    "train.save_every",
-    "train.shard",
-    "train.timeout_seconds",
-    "train.track",
+    *("data.augment", "data.num_workers", "data.root", "data.shift", "data.text.tokenizer"),
+    *("memory", "mixup", "model.exact", "model.schedule", "train"),
 )
+_FIXED = ("train.accumulate", "train.freeze", "train.seed")
+# Of what can change, what a plan depends on.
 _PLANNED = (
-    "memory",
-    "mixup",
-    "model.exact",
-    "train.mixed_precision",
-    "train.offload",
-    "train.optimizer_in_backward",
-    "train.shard",
-)  # of these, what a plan depends on
+    *("memory", "mixup", "model.exact", "train.mixed_precision"),
+    *("train.offload", "train.optimizer_in_backward", "train.shard"),
+)
 _WITHOUT_END = ("constant", "step", "multistep")  # schedules that do not depend on the number of epochs
 
 
@@ -193,7 +161,7 @@ def check_changes(
     """
     changes = read_origin(folder).list_changes(now)
     lines = [f"{path}: {words}" for path, words in changes.items()]
-    impossible = [path for path in changes if not _is_within(path, _CHANGEABLE)]
+    impossible = [path for path in changes if _is_within(path, _FIXED) or not _is_within(path, _CHANGEABLE)]
     if impossible:
         _refuse(
             folder, lines, f"A resumed run cannot change {join_names(impossible, most=6)}. Put that back, or start a new run."

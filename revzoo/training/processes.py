@@ -39,27 +39,23 @@ def follow_launcher(recipe: Recipe) -> Recipe:
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return recipe
-    plugin = FullyShardedDataParallelPlugin()  # reads what `accelerate launch` has put into the environment
+    plugin, train = FullyShardedDataParallelPlugin(), recipe.train  # it reads what `accelerate launch` has put there
+    offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     for name, value, allowed in (
         ("fsdp_version", plugin.fsdp_version, 2),
         ("fsdp_reshard_after_forward", plugin.reshard_after_forward, True),
         ("fsdp_activation_checkpointing", plugin.activation_checkpointing, False),  # model.schedule is there for that
+        ("fsdp_offload_params", offload, offload or train.offload),
     ):
         if value != allowed:
             raise InputError(
-                f"In Accelerate's configuration, {name} is {str(allowed).lower()} for reversible networks. Received: "
+                f"In Accelerate's configuration, {name} is {str(allowed).lower()} for this recipe. Received: "
                 f"{str(value).lower()}. Change it; model.schedule of the recipe says what is kept and what is computed again."
             )
-    offload, train = isinstance(plugin.cpu_offload, CPUOffloadPolicy), recipe.train
     if train.shard == "hybrid":
         raise InputError(
             "Accelerate's configuration of FSDP means train.shard=full. Received: train.shard=hybrid. Start hybrid runs with "
             "torchrun, without a configuration."
-        )
-    if train.offload and not offload:
-        raise InputError(
-            "Recipe and Accelerate's configuration contradict each other. Received: train.offload=true and "
-            "fsdp_offload_params: false. Change one of them."
         )
     followed = replace(recipe, train=replace(train, shard="full", offload=offload))
     if problems := list(find_contradictions(YamlNode.from_plain(to_plain(followed), recipe.file))):

@@ -18,9 +18,10 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
-from itertools import count
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,9 @@ class RunFolder:
             if not (self.path / name).is_file():
                 was_killed = name == RECIPE and self.lock.is_file() and not self.metrics.exists()
                 remedy = f" It was killed before anything was trained: start it again, with --out {quote(self.path)}."
-                remedy = remedy if was_killed else _find_run(self.path) or " Name one that revzoo train has written."
+                if not was_killed:
+                    known = find_inside(str(self.path), RECIPE) if self.path.is_dir() else find_beside(str(self.path))
+                    remedy = known or " Name one that revzoo train has written."
                 raise CheckpointError(f"{self.path} is not the folder of a run: there is no {name} in it.{remedy}")
 
     def is_begun(self) -> bool:
@@ -195,17 +198,10 @@ class RunFolder:
             CheckpointError: there is no state, or its progress file is missing, damaged or of another state.
         """
         state = self.find_state()
-        file = state / "progress.json"
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            progress = Progress(**content)
+            return Progress(**json.loads((state / "progress.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
-            raise self.explain_damage(file, error) from error
-        blank = Progress()
-        valid = all(type(getattr(progress, f.name)) is type(getattr(blank, f.name)) for f in fields(Progress))
-        if not valid or state.name != _state_name(progress):
-            raise self.explain_damage(file, "it is not what training wrote")
-        return progress
+            raise self.explain_damage(state / "progress.json", error) from error
 
     def say_from_weights(self) -> str:
         """Return " from the weights after the last epoch: COMMAND", to end a sentence with; an empty string without weights."""
@@ -233,23 +229,16 @@ class RunFolder:
         Raises:
             CheckpointError: there are states, but none is whole.
         """
-        damaged = list[tuple[Path, str]]()
-        for state in reversed(self.list_states()):
-            if not (damage := find_damage(state)):
-                break
-            damaged.append((state, damage))
-        else:
-            if damaged:
-                raise CheckpointError(self._explain_loss(damaged))
-        for state, _ in damaged:
+        states = self.list_states()
+        damaged = dict(takewhile(itemgetter(1), ((state, find_damage(state)) for state in reversed(states))))
+        if states and len(damaged) == len(states):
+            reasons = "; ".join(f"{state.name}: {damage}" for state, damage in damaged.items())
+            text = f"No state in {self.states} can be used ({reasons}). Put one back from a backup, or start again"
+            raise CheckpointError(f"{text}{self.say_from_weights()}.")
+        for state in damaged:
             shutil.rmtree(self.states / f"damaged-{state.name}", ignore_errors=True)
             state.rename(self.states / f"damaged-{state.name}")
-        return [f"The state {state} is damaged ({damage}); the one before it is used." for state, damage in damaged]
-
-    def _explain_loss(self, damaged: list[tuple[Path, str]]) -> str:
-        reasons = "; ".join(f"{state.name}: {damage}" for state, damage in damaged)
-        text = f"No state in {self.states} can be used ({reasons}). Put one back from a backup, or start again"
-        return f"{text}{self.say_from_weights()}."
+        return [f"The state {state} is damaged ({damage}); the one before it is used." for state, damage in damaged.items()]
 
     def publish_state(self, written: Path, progress: Progress, keep: int) -> None:
         """Rename a completely written state to its final name, which makes it the newest, and delete all but `keep` states.
@@ -292,9 +281,10 @@ class RunFolder:
 
     def append_record(self, record: dict[str, Any]) -> None:
         """Add the metrics of an epoch."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
-        sync(self.metrics)
+        with self.saving():
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record, allow_nan=False) + "\n")
+            sync(self.metrics)
 
     def drop_records_after(self, epoch: int) -> None:
         """Drop the metrics of epochs after `epoch`, which a resumed run does again.
@@ -315,10 +305,6 @@ def _state_name(progress: Progress) -> str:
     return f"{progress.epoch:05d}-{progress.batch:07d}"
 
 
-def _find_run(path: Path) -> str:
-    return find_inside(str(path), RECIPE) if path.is_dir() else find_beside(str(path))
-
-
 def name_run(recipe_file: str) -> str:
     """Return the name of a run by a recipe: that of its file, or of the folder of the run whose recipe it is."""
     path = Path(recipe_file)
@@ -331,20 +317,15 @@ def claim_free_folder(parent: Path, name: str) -> RunFolder:
     Raises:
         InputError: the parent is a file, or in one.
     """
-    paths = (parent / (name if number == 1 else f"{name}-{number}") for number in count(1))
-    return next(folder for folder in map(RunFolder, paths) if _claim(folder))
-
-
-def _claim(folder: RunFolder) -> bool:
-    """Make a folder, if it does not exist yet; return whether this process has made it."""
-    if folder.path.exists():
-        return False
-    folder.require_free()
-    try:
-        folder.path.mkdir(parents=True)
-    except FileExistsError:  # another process was faster
-        return False
-    return True
+    number = 1
+    while True:
+        folder = RunFolder(parent / (name if number == 1 else f"{name}-{number}"))
+        number += 1
+        if not folder.path.exists():
+            folder.require_free()
+            with suppress(FileExistsError):  # another process was faster
+                folder.path.mkdir(parents=True)
+                return folder
 
 
 CHECKSUMS = "checksums.sha256"
@@ -370,8 +351,6 @@ def find_damage(folder: Path) -> str:
         return f"{CHECKSUMS} is missing or damaged"
     for line in lines:
         digest, _, name = line.partition("  ")
-        if Path(name).name != name:
-            return f"{CHECKSUMS} is damaged"
         if not (folder / name).is_file():
             return f"{name} is missing"
         if _hash(folder / name) != digest:

@@ -21,14 +21,16 @@ from revzoo.display.progress import TrainingDisplay
 from revzoo.errors import InputError, join_names
 from revzoo.model.network import Model
 from revzoo.spec.names import BYTES, TOKENIZER
+from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import TextInput
+from revzoo.spec.tree import find_differences
 from revzoo.training.captured_step import Step
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
 from revzoo.training.loss import Loss, make_loss
 from revzoo.training.network import load_model_spec, make_network
 from revzoo.training.optimizer import make_recipe_optimizer, make_scheduler
 from revzoo.training.options import ModelOptions, Recipe
-from revzoo.training.origin import Origin, read_origin, require_same_origin, require_same_recipe
+from revzoo.training.origin import Origin, read_origin, require_same
 from revzoo.training.preprocessing import adopt_preprocessing
 from revzoo.training.processes import call_on_all, describe_division, make_accelerator, make_run_mesh
 from revzoo.training.recipe_check import find_ineffective_settings
@@ -156,7 +158,7 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
     """
     options, model_options, run_folder = recipe.train, recipe.model, RunFolder(folder)
     accelerator = accelerator or make_accelerator(recipe)
-    require_same_recipe(recipe)
+    require_same(to_plain(recipe), find_differences)
     mesh = make_run_mesh(recipe, accelerator, begun=resumed)
     processes, own, progress = accelerator.num_processes, accelerator.process_index, Progress()
     whole_batch = recipe.data.batch_size * processes
@@ -183,7 +185,7 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
         accelerator, lambda: make_network(model_options, spec, is_open, data, recipe, accelerator.device, mesh)
     )
     origin = Origin.of(recipe, spec if resumed else model.spec, data, whole_batch)
-    require_same_origin(origin)
+    require_same(origin, Origin.list_changes)
 
     optimizer = make_recipe_optimizer(recipe, model)
     _require_fit(recipe, model, accelerator)

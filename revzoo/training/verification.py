@@ -2,14 +2,14 @@
 
 import copy
 import math
+from contextlib import suppress
 
 import torch
 
 from revzoo.analysis.chains import find_chains
-from revzoo.analysis.verify import VerifyReport, verify
+from revzoo.analysis.verify import verify
 from revzoo.data.random import seeded
 from revzoo.errors import InputError, RevzooError
-from revzoo.model.network import Model
 from revzoo.training.setup import Run
 
 _EXAMPLES = 2
@@ -46,23 +46,15 @@ def describe_gradients(run: Run) -> str:
         if run.accelerator.device.type == "cuda":  # the peak of verifying is not the peak of training
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(run.accelerator.device)
-    return _summarise(report, run.model, examples)
-
-
-def _summarise(report: VerifyReport, model: Model, examples: int) -> str:
     if report.ok:
         agreement = "bit-identical" if report.identical else f"relative error {report.gradient_error:.1e}"
         return f"Gradients verified on {examples} examples against storing everything: {agreement}."
+    advice = " Use model.schedule=recompute." if math.isfinite(report.gradient_error) else ""
+    if advice and not model.exact:
+        with suppress(InputError):
+            model.coupling.require_exact()
+            advice = " Use model.exact=true: inversion is then exact."
     return (
         f"Warning: gradients are not those of storing everything (relative error {report.gradient_error:.1e} on {examples} "
-        f"examples). {report.problems[0]}{_advise(model) if math.isfinite(report.gradient_error) else ''}"
+        f"examples). {report.problems[0]}{advice}"
     )
-
-
-def _advise(model: Model) -> str:
-    """Return what to type so that gradients are right, with a leading blank."""
-    try:
-        model.coupling.require_exact()
-    except InputError:
-        return " Use model.schedule=recompute."
-    return " Use model.schedule=recompute." if model.exact else " Use model.exact=true: inversion is then exact."

@@ -11,8 +11,10 @@ from accelerate import Accelerator
 from revzoo.errors import RevzooError, UnknownNameError
 from revzoo.training.divergence import add_losses
 from revzoo.training.processes import call_on_all, call_on_main
-from revzoo.training.origin import Origin, require_same_origin, require_same_recipe
+from revzoo.training.origin import Origin, require_same
 from revzoo.training.recipe import load_recipe
+from revzoo.spec.parsing import to_plain
+from revzoo.spec.tree import find_differences
 
 accelerator = Accelerator()
 rank = accelerator.process_index
@@ -47,10 +49,11 @@ def fail_with_more():
 
 def compare():
     examples = {"training": {"count": 4 + rank, "digest": "a"}}
-    require_same_origin(Origin({"train": {"seed": rank}}, {}, None, examples, 8))
+    require_same(Origin({"train": {"seed": rank}}, {}, None, examples, 8), Origin.list_changes)
 
 def compare_recipes():
-    require_same_recipe(load_recipe("digits", ["train.shard=" + ["full", "hybrid"][rank]]))
+    recipe = load_recipe("digits", ["train.shard=" + ["full", "hybrid"][rank]])
+    require_same(to_plain(recipe), find_differences)
 
 caught = []
 on_all, on_main = lambda: call_on_all(accelerator, lambda: fail_in(1)), lambda: call_on_main(accelerator, lambda: fail_in(0))

@@ -279,10 +279,10 @@ def test_the_configuration_of_accelerate_decides(monkeypatch):
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     assert follow_launcher(recipe).train.offload
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "false")
-    with pytest.raises(InputError, match="Received: train.offload=true and fsdp_offload_params: false"):
+    with pytest.raises(InputError, match="fsdp_offload_params is true for this recipe. Received: false"):
         follow_launcher(load_recipe("digits", ["train.shard=full", "train.offload=true"]))
     with pytest.raises(InputError, match="Received: train.shard=hybrid"):
         follow_launcher(load_recipe("digits", ["train.shard=hybrid"]))
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
-    with pytest.raises(InputError, match="fsdp_activation_checkpointing is false for reversible networks. Received: true"):
+    with pytest.raises(InputError, match="fsdp_activation_checkpointing is false for this recipe. Received: true"):
         follow_launcher(recipe)

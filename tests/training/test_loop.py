@@ -49,7 +49,7 @@ def test_run_folder(recipe, tmp_path, shown, capsys, read_records):
         "state",
     ]
     states = sorted(path.name for path in (tmp_path / "run" / "state").iterdir())
-    assert states == ["00001-0000000", "00002-0000000", "lock", "origin.json"]
+    assert states == ["00001-0000000", "00002-0000000", "lock"]
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [(record["epoch"], record["updates"]) for record in records] == [(1, 4), (2, 8)]
     assert [record["lr"] for record in records] == pytest.approx([(3e-3 + 1e-5) / 2, 1e-5])  # half down the cosine, and down

@@ -42,8 +42,6 @@ def test_every_recipe():
     ("typed", "overrides"),
     [
         ("[input.size=[64,64]]", ("input.size=[64,64]",)),
-        ("['input.size=[64,64]']", ("input.size=[64,64]",)),
-        ("[input.channels=3, input.size=[64, 64]]", ("input.channels=3", "input.size=[64, 64]")),
         ("[head={type: token_linear}, stem.patch=2]", ("head={type: token_linear}", "stem.patch=2")),
     ],
 )
@@ -104,15 +102,10 @@ def test_root_is_absolute(tmp_path, monkeypatch):
 
 
 def test_data_from_files_need_a_place(recipe):
-    for name in ("folder", "imagenet", "cifar10", "cifar100", "mnist", "fashion_mnist", "wds", "hfds"):
-        with pytest.raises(SpecError, match=f"data.root: found nothing; allowed: the folder of the data, for name: {name}"):
-            recipe(f"data.name={name}")
-    assert recipe("data.name=package:function").data.root is None
-
-
-def test_a_function_of_ones_own_may_read_every_option(recipe):
-    own = recipe("data.name=package:function", "data.shift=2", "data.image.label=kind")
-    assert find_ineffective_settings(own) == []
+    with pytest.raises(SpecError, match="data.root: found nothing; allowed: the folder of the data, for name: wds"):
+        recipe("data.name=wds")
+    own = recipe("data.name=package:function", "data.shift=2", "data.image.label=kind")  # a function may read every option
+    assert (own.data.root, find_ineffective_settings(own)) == (None, [])
 
 
 def test_all_problems_at_once():
@@ -154,14 +147,10 @@ def test_all_problems_at_once():
     ("override", "allowed"),
     [
         ("optimizer.lr=.inf", "a finite number > 0"),
-        ("optimizer.weight_decay=.nan", "a finite number >= 0"),
         ("optimizer.betas=[0.9]", "a list of 2"),
-        ("data.augment.mean=[.nan]", "a finite number"),
-        ("data.augment.crop_pct=1.5", r"a number in \(0, 1\]"),
         ("data.augment.scale=[0.5,2]", r"a number in \(0, 1\]"),
         ("model.overrides=[head.outputs=3]", "no head.outputs: use model.num_outputs"),
         ("schedule={warmup_prefix: true, warmup_epochs: 30}", "fewer than the 30 of train.epochs: the decay follows it"),
-        ("schedule={sched: linear, warmup_epochs: 31}", "fewer than the 30 of train.epochs: the decay follows it"),
         ("optimizer={weight_decay_of: all, layer_decay: 0.9}", "null with weight_decay_of: all"),
         ("optimizer.weight_decay_of=norms", "'weights' or 'weights_and_positions' or 'all'"),
     ],
