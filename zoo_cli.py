@@ -10,12 +10,6 @@ from typing import cast
 from revzoo.commands.parser import Command, Parser
 from revzoo.errors import RevzooError, UnknownNameError, explain_os_error
 
-# What other tools call a command.
-OTHER_NAMES = {
-    **{"check": "verify", "test": "verify", "evaluate": "eval", "validate": "eval", "fit": "train", "finetune": "train"},
-    **{"ls": "list", "models": "list", "info": "show", "summary": "show", "inspect": "show", "benchmark": "bench"},
-    **{"infer": "predict", "classify": "predict"},
-}
 COMMANDS = (
     "list", "show", "profile", "plan", "convert", "export", "train", "eval", "predict", "verify", "numerics", "bench",
     "tokenizer",
@@ -83,9 +77,7 @@ def load_command(name: str) -> Command:
 
 
 def _hint_at_command(name: str) -> str:
-    """Return what to type instead of a command that other tools have, or of a model's name."""
-    if name in OTHER_NAMES:
-        return f" Did you mean {OTHER_NAMES[name]!r}?"
+    """Return what to type instead of a model's name."""
     from revzoo.spec.names import model_files
 
     return f" {name} is a model: revzoo show {name}." if name in model_files() else ""
