@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import cast
+from typing import NoReturn, cast
 
 from revzoo.commands.parser import Command, Parser
 from revzoo.errors import RevzooError, UnknownNameError, explain_os_error
@@ -18,8 +18,19 @@ COMMANDS = (
 
 def run() -> int:
     """Run one command as a process of its own, and return the exit status."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a command as Ctrl-C does: temporary files are removed
+    signal.signal(signal.SIGTERM, _terminate)
     return main()
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM asked the command to end."""
+
+    signum = signal.SIGTERM
+
+
+def _terminate(signum: int, frame: object) -> NoReturn:
+    """End a command by an exception, as Ctrl-C does: temporary files are removed."""
+    raise _Terminated
 
 
 def main(argv: Sequence[str] | None = None) -> int:

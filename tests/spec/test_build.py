@@ -206,19 +206,6 @@ def test_what_a_base_wrote_is_placed_there(tmp_path):
         revzoo.create(tmp_path / "mine.yaml", device="meta")
 
 
-def test_an_initialisation_of_ones_own_that_fails_is_named(monkeypatch):
-    def make():
-        def fail(module):
-            raise KeyError(type(module).__name__)
-
-        return fail
-
-    monkeypatch.setattr(inits, "_entries", inits._load() | {"own": make})
-    line = inspect.getsourcelines(make)[1] + 2
-    (problem,) = problems("rev_vit_digits", "init={type: own}")
-    assert problem.endswith(f", in line {line} of {__file__})")
-
-
 @pytest.mark.parametrize(
     ("registry", "override", "message"),
     [
