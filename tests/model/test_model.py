@@ -122,14 +122,8 @@ def test_images_of_any_other_size_or_number_of_channels_are_refused(name, change
     model, (dimension, more) = revzoo.create(name, device="meta"), change
     shape = [1, 1, 8, 8]
     shape[dimension] += more
-    message = rf"{name} takes images \(B, 1, 8, 8\)\. Received: \({', '.join(map(str, shape))}\)\. "
-    hint = (
-        rf"number of channels is set with overrides=\['input.channels={shape[1]}'\]" if dimension == 1 else "size is set with"
-    )
-    with pytest.raises(InputError, match=f"{message}Another {hint}"):
+    with pytest.raises(InputError, match=rf"{name} takes images \(B, 1, 8, 8\)\. Received: .*input.channels=C.*input.size="):
         model(torch.empty(shape, device="meta"))
-    with pytest.raises(InputError, match=r"Received: \(1, 8, 8\)\. One image is x\[None\]\."):
-        model(torch.empty(1, 8, 8, device="meta"))
 
 
 @pytest.mark.parametrize("change", [(1, 1), (1, -1), (2, 1), (2, -1), (3, 1)])

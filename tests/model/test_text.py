@@ -166,7 +166,7 @@ IDS = torch.full((2, 5), 7)
         ([IDS.to("meta")], "ids on meta. Move them with x.to('cpu')"),
         ([IDS[0]], "Received: (5,). One text is ids[None]"),
         ([IDS[:, :0]], "Received: (2, 0)"),
-        ([IDS.repeat(1, 13)], "Received: (2, 65). Truncate them"),
+        ([IDS.repeat(1, 13)], "Received: (2, 65). One text is ids[None]; truncate"),
         ([IDS + 253], "Received: id 260"),
         ([IDS - 8], "Received: id -1"),
         ([IDS * torch.tensor([[1], [0]]) + torch.tensor([[0], [1]])], "Example 1 of the batch has no token"),
