@@ -5,17 +5,11 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import cast
+from typing import NoReturn, cast
 
 from revzoo.commands.parser import Command, Parser
 from revzoo.errors import RevzooError, UnknownNameError, explain_os_error
 
-# What other tools call a command.
-OTHER_NAMES = {
-    **{"check": "verify", "test": "verify", "evaluate": "eval", "validate": "eval", "fit": "train", "finetune": "train"},
-    **{"ls": "list", "models": "list", "info": "show", "summary": "show", "inspect": "show"},
-    **{"infer": "predict", "classify": "predict"},
-}
 COMMANDS = (
     "list", "show", "profile", "plan", "convert", "export", "train", "eval", "predict", "verify", "numerics", "tokenizer",
 )  # fmt: skip
@@ -23,8 +17,19 @@ COMMANDS = (
 
 def run() -> int:
     """Run one command as a process of its own, and return the exit status."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a command as Ctrl-C does: temporary files are removed
+    signal.signal(signal.SIGTERM, _terminate)
     return main()
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM asked the command to end."""
+
+    signum = signal.SIGTERM
+
+
+def _terminate(signum: int, frame: object) -> NoReturn:
+    """End a command by an exception, as Ctrl-C does: temporary files are removed."""
+    raise _Terminated
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,11 +87,7 @@ def load_command(name: str) -> Command:
 
 
 def _hint_at_command(name: str) -> str:
-    """Return what to type instead of a command that other tools have, or of a model's name."""
-    if name in OTHER_NAMES:
-        return f" Did you mean {OTHER_NAMES[name]!r}?"
-    if name in ("bench", "benchmark"):
-        return " Other packages are compared in a checkout: python benchmarks/peers.py."
+    """Return what to type instead of a model's name."""
     from revzoo.spec.names import model_files
 
     return f" {name} is a model: revzoo show {name}." if name in model_files() else ""

@@ -6,7 +6,7 @@ on the family.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -62,9 +62,7 @@ class _Builder:
         init = self._make(inits, spec.init) if spec.init is not None else None
         self._raise_problems()
         model = Model(spec, coupling, stem, split, stages, fuse, head)
-        if init is not None:
-            self._initialise(model, init)
-        return model
+        return model if init is None else model.apply(init)
 
     def _build_stage(self, i: int, stage: StageSpec, shape: Shape, rates: Iterator[float]) -> tuple[Shape, Stage]:
         transition = None
@@ -138,16 +136,6 @@ class _Builder:
                 return made
             self._add_problem(f"{part.path}.type", part.type, wanted)
         return None
-
-    def _initialise(self, model: Model, init: Callable[[nn.Module], None]) -> None:
-        part = cast(Part, self._spec.init)
-        try:
-            model.apply(init)
-        except Exception as error:
-            if not _is_own(inits[part.type]):
-                raise
-            self._add_problem(part.path, to_plain(part), f"a part that initialises modules ({describe_failure(error)})")
-        self._raise_problems()
 
     def _add_problem(self, path: str, received: object, allowed: str) -> None:
         file = self._spec.places.get(path, self._spec.file)

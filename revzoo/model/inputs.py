@@ -43,20 +43,13 @@ def make_mask(spec: Spec, x: Tensor, attention_mask: Tensor | None, parameter: T
         return _make_token_mask(spec.input, x, attention_mask)
     expected = (spec.input.channels, *spec.input.size)
     if tuple(x.shape[1:]) != expected:
-        takes = f"{spec.name} takes images (B, {', '.join(map(str, expected))})."
-        raise InputError(f"{takes} Received: {tuple(x.shape)}. {_hint_at(expected, x)}")
+        raise InputError(
+            f"{spec.name} takes images (B, {', '.join(map(str, expected))}). Received: {tuple(x.shape)}. One image is x[None]; "
+            "others are taken with overrides=['input.channels=C'] or overrides=['input.size=[H,W]']."
+        )
     if attention_mask is not None:
         raise InputError(f"{spec.name} takes images, which have no attention mask. Received: an attention mask. Leave it out.")
     return None
-
-
-def _hint_at(expected: tuple[int, ...], x: Tensor) -> str:
-    """Return what to change for images (channels, H, W) where a batch has another shape."""
-    if tuple(x.shape) == expected:
-        return "One image is x[None]."
-    if x.dim() == 4 and x.shape[1] != expected[0]:
-        return f"Another number of channels is set with overrides=['input.channels={x.shape[1]}']."
-    return "Another size is set with overrides=['input.size=[H,W]']."
 
 
 def _make_token_mask(text: TextInput, x: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -107,14 +100,10 @@ def _check_type(spec: Spec, x: object, parameter: Tensor) -> None:
 
 
 def _check_ids(name: str, text: TextInput, ids: Tensor) -> None:
-    if ids.dim() != 2 or not ids.shape[1]:
+    if ids.dim() != 2 or not 1 <= ids.shape[1] <= text.length:
         raise InputError(
-            f"{name} takes ids (B, N) of 1 to {text.length} tokens. Received: {tuple(ids.shape)}. One text is ids[None]."
-        )
-    if ids.shape[1] > text.length:
-        raise InputError(
-            f"{name} takes ids (B, N) of 1 to {text.length} tokens. Received: {tuple(ids.shape)}. Truncate them, or make the "
-            "model for longer texts with overrides=['input.length=N']."
+            f"{name} takes ids (B, N) of 1 to {text.length} tokens. Received: {tuple(ids.shape)}. One text is ids[None]; "
+            "truncate longer ones, or make the model for them with overrides=['input.length=N']."
         )
     if not _can_read(ids) or not ids.numel():
         return

@@ -52,10 +52,3 @@ def test_what_to_type_for_texts(calls, run):
 
 def test_json(calls, run):
     assert run("convert", "test_vit", "--out", "rev_test_vit", "--json") == '{\n  "source": "test_vit"\n}\n'
-
-
-@pytest.mark.parametrize("option", ["--strength", "--partial"])
-def test_former_options_are_refused(option, refused):
-    assert refused("convert", "test_vit", "--out", "rev_test_vit", option).startswith(
-        f"Unknown option of revzoo convert '{option}'."
-    )

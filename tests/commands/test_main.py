@@ -89,4 +89,4 @@ def test_sigterm_ends_a_command_by_an_exception(tmp_path):
     """So temporary files are removed."""
     code = "import revzoo.spec; revzoo.spec.list_models = lambda pattern: signal.raise_signal(signal.SIGTERM)"
     done = run_module(tmp_path, code, "list")
-    assert (done.stdout, done.stderr, done.returncode) == ("", "\nrevzoo: stopped\n", 130)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "\nrevzoo: stopped\n", 128 + signal.SIGTERM)

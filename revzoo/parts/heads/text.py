@@ -13,7 +13,6 @@ from revzoo.bounds import NonNegativeInt, PositiveFloat, Rate
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.convolution import Activation, build_token_norm, get_activation
-from revzoo.parts.layers.first_token import select_first_token
 from revzoo.parts.layers.linear_head import LinearHead
 from revzoo.registry import heads
 
@@ -61,7 +60,7 @@ class TextFeatures(nn.Module):
 
     def compute_pre_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the features."""
-        return x if self.dense is None else torch.tanh(self.dense(select_first_token(x, mask)))
+        return x if self.dense is None else torch.tanh(self.dense(_select_first_token(x, mask)))
 
 
 @heads.register("token_linear")
@@ -198,6 +197,18 @@ class SequenceClassification(LinearHead):
 
     def compute_pre_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the features of each text, (B, D), after dropout."""
-        pooled = self.act(self.dense(self.input_dropout(select_first_token(x, mask))))
+        pooled = self.act(self.dense(self.input_dropout(_select_first_token(x, mask))))
         dropped: Tensor = self.dropout(pooled)
         return dropped
+
+
+def _select_first_token(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return (B, D) from x (B, N, D): each text's first token, skipping padding before it.
+
+    Args:
+        mask: (B, N), False at padding; None means that there is none.
+    """
+    if mask is not None:
+        first = mask.int().argmax(1)  # which returns the first True
+        x = x.gather(1, first[:, None, None].expand(-1, 1, x.shape[2]))  # take_along_dim would fix the batch in an export
+    return x[:, 0]
