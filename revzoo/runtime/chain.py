@@ -275,8 +275,6 @@ def _run_recorded(
             pair, segment = run_link(link, pair, segment, forward)
     if segment is not None:
         segment.end(pair)
-    if forward.drift is not None:
-        forward.drift.warn()
     return pair
 
 

@@ -89,7 +89,6 @@ class Forward:
     Attributes:
         round: looks at second runs: compares them, or only shows states to an observer; None if nobody looks.
         snapshots: the states of the random streams now, if `run_link` knows them; they are used once.
-        drift: measures what rounding loses, if not None.
     """
 
     def __init__(
@@ -109,7 +108,6 @@ class Forward:
         self.lookahead = lookahead
         self.grid = grid
         self.round: Any = None
-        self.drift: Any = None
         self.is_one_of_several = processes_communicate()
         self.side = side
         self.side_tensors = [] if side is None else [t for t in tensors_in(side) if not t.is_inference()]

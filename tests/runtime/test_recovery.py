@@ -453,7 +453,7 @@ def test_leaving_the_grid_is_refused(streams):
 def test_half_precision_streams_warn_once_with_the_drift(chain_of):
     chain = chain_of(7, dtype=torch.bfloat16)
     x1, x2 = torch.randn(2, 3, 6, dtype=torch.bfloat16)
-    with pytest.warns(UserWarning, match=r"torch\.bfloat16: inverting these 7 steps loses \d\.\de-0[123] of the state"):
+    with pytest.warns(UserWarning, match=r"torch\.bfloat16: inverting these 7 steps loses about 5\.5e-02 of the state"):
         chain(x1, x2)
     chain(x1, x2)  # a second warning would be an error
 
