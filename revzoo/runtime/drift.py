@@ -205,9 +205,9 @@ def _warn_of_half_precision(dtype: torch.dtype, inverted: Sequence[Any]) -> None
     _reported.add(dtype, inverted)
     loss = len(inverted) * torch.finfo(dtype).eps
     warnings.warn(
-        f"The streams are {dtype}: inverting these {len(inverted)} steps loses about {loss:.1e} of the state to rounding, before "
-        "f amplifies it. Keep the streams in float32, with autocast for what happens inside the steps, or set the schedule to "
-        "'recompute' or 'store'.",
+        f"The streams are {dtype}: inverting these {len(inverted)} steps loses about {loss:.1e} of the state to rounding "
+        "before f amplifies it. Keep the streams in float32, with autocast for what happens inside the steps, or set the "
+        "schedule to 'recompute' or 'store'.",
         stacklevel=2,
     )
 
