@@ -68,9 +68,6 @@ def run_link(
     following = update.advance(pair, out)
     if segment is not None:
         segment.append(update, call, pair)
-        if forward.drift is not None:
-            with torch.no_grad():
-                forward.drift.add(pair[0], update.invert(following, out)[0])
     del out  # before anything else is computed
     if grid is not None:
         watch_range(grid, following, link)

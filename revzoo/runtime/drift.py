@@ -1,8 +1,8 @@
-"""Rounding errors of inversion in floating point: predicted from the couplings, and measured for half precision.
+"""Rounding errors of inversion in floating point, predicted from the couplings.
 
 Each inverted step multiplies the error of the state it rebuilds by 1 / |b|, so the number of inverted steps in a row is
-limited. Couplings with |b| = 1 and exact ones have no limit. Half-precision streams lose so much in every step that the error
-is measured in the first forward, and a warning reports it once.
+limited. Couplings with |b| = 1 and exact ones have no limit. Half-precision streams lose so much in every step that a warning
+says so once.
 """
 
 import math
@@ -198,42 +198,22 @@ def _place_anchors(growths: Sequence[tuple[str, float]], least: float) -> list[s
     return anchors[::-1]
 
 
-class Drift:
-    """Measures the error of inverting a chain's steps in half precision, in its first forward.
-
-    Args:
-        dtype: dtype of the streams.
-        steps: the steps that are inverted.
-    """
-
-    def __init__(self, dtype: torch.dtype, steps: Sequence[Any]):
-        self._dtype, self._steps = dtype, steps
-        self._error: Tensor | float = 0.0
-
-    @property
-    def is_due(self) -> bool:
-        """Whether steps are inverted, and this chain has not been warned about but may be."""
-        return len(self._steps) > 0 and not _reported.has(self._dtype, self._steps) and _checks_growth.get()
-
-    @torch.no_grad()
-    def add(self, previous: Tensor, rebuilt: Tensor) -> None:
-        """Add the error of one step: of the rebuilt state against the state before the step."""
-        scale = torch.linalg.vector_norm(previous).clamp_min(torch.finfo(previous.dtype).tiny)
-        self._error = self._error + torch.linalg.vector_norm(rebuilt - previous) / scale
-
-    def warn(self) -> None:
-        """Warn with the measured error."""
-        _reported.add(self._dtype, self._steps)
-        warnings.warn(
-            f"The streams are {self._dtype}: inverting these {len(self._steps)} steps loses {float(self._error):.1e} of the "
-            "state to rounding before f amplifies it (measured in this forward). Keep the streams in float32, with autocast "
-            "for what happens inside the steps, or set the schedule to 'recompute' or 'store'.",
-            stacklevel=2,
-        )
+def _warn_of_half_precision(dtype: torch.dtype, inverted: Sequence[Any]) -> None:
+    """Say once for a chain what its inverted steps lose."""
+    if not inverted or _reported.has(dtype, inverted) or not _checks_growth.get():
+        return
+    _reported.add(dtype, inverted)
+    loss = len(inverted) * torch.finfo(dtype).eps
+    warnings.warn(
+        f"The streams are {dtype}: inverting these {len(inverted)} steps loses about {loss:.1e} of the state to rounding "
+        "before f amplifies it. Keep the streams in float32, with autocast for what happens inside the steps, or set the "
+        "schedule to 'recompute' or 'store'.",
+        stacklevel=2,
+    )
 
 
 def _begin_chain(forward: Forward, x: Tensor, steps: Sequence[Step], segment: InvertedSegment | None) -> None:
-    """Refuse a chain whose inversion would leave rounding errors alone, and measure what half precision loses in it."""
+    """Refuse a chain whose inversion would leave rounding errors alone, and warn of half precision."""
     if forward.grid is not None:
         return
     growth = ChainGrowth()
@@ -243,8 +223,7 @@ def _begin_chain(forward: Forward, x: Tensor, steps: Sequence[Step], segment: In
         elif abs(step.coupling.b) != 1:
             growth.add(step.coupling, step.name, x.dtype)
     if x.dtype in HALF and has_value(x) and not is_capturing():
-        drift = Drift(x.dtype, [step.f for step in steps if step.mode.inverts])
-        forward.drift = drift if drift.is_due else None
+        _warn_of_half_precision(x.dtype, [step.f for step in steps if step.mode.inverts])
 
 
 seams.begin_forward.append(_begin_chain)

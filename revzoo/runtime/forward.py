@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Sequence
 from contextvars import ContextVar
 from threading import RLock, get_ident
 from typing import Any, cast
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.inventory import Pattern
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import Snapshot, find_generators
 from revzoo.runtime.settings import Settings
@@ -87,12 +85,10 @@ class Forward:
         side: read-only second argument of every call.
         lookahead: recovers calls ahead of backward.
         grid: of the states; None in floating point.
-        keep: names the submodules whose outputs are kept (`kept_regions.py`).
 
     Attributes:
         round: looks at second runs: compares them, or only shows states to an observer; None if nobody looks.
         snapshots: the states of the random streams now, if `run_link` knows them; they are used once.
-        drift: measures what rounding loses, if not None.
     """
 
     def __init__(
@@ -102,7 +98,6 @@ class Forward:
         side: Any = None,
         lookahead: Any = None,
         grid: Any = None,
-        keep: Sequence[Pattern] = (),
     ):
         self.device = x.device
         self.devices = frozenset((x.device, torch.device("cpu")))
@@ -112,9 +107,7 @@ class Forward:
         self.snapshots: list[Snapshot] | None = None
         self.lookahead = lookahead
         self.grid = grid
-        self.keep = keep
         self.round: Any = None
-        self.drift: Any = None
         self.is_one_of_several = processes_communicate()
         self.side = side
         self.side_tensors = [] if side is None else [t for t in tensors_in(side) if not t.is_inference()]

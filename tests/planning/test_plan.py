@@ -192,12 +192,9 @@ def test_a_missing_file_is_named(tmp_path):
     [
         lambda facts: facts["schedule"].pop(),
         lambda facts: facts["schedule"].__setitem__(0, "sotre"),
-        lambda facts: facts["schedule"].__setitem__(0, None),
         lambda facts: facts.pop("setting"),
-        lambda facts: facts.update(setting=None),
         lambda facts: facts.update(surplus=1),
         lambda facts: facts.update(phase_peaks=[{"name": "stem"}]),
-        lambda facts: facts.update(units="stem"),
         lambda facts: facts.update(schedule="store"),
         lambda facts: facts["setting"].update(batch=None),
     ],

@@ -174,7 +174,7 @@ def test_a_recovery_runs_beside_the_gradient_of_the_step_after_it(count):
 
 
 # Where the two threads meet: in the second run, in the gradient, and where one of them begins, ends or waits.
-DELAYS = ("nowhere", "recovery", "gradient", "start", "finish", "forget", "turn", "settings", "free")
+DELAYS = ("nowhere", "recovery", "gradient", "start", "finish", "forget", "turn", "settings")
 
 
 @pytest.mark.parametrize("delay", DELAYS)
@@ -198,7 +198,6 @@ def test_delays_change_no_bit(modes, delay, monkeypatch):
         "forget": (lookahead.Lookahead, "forget"),
         "turn": (conditions, "take_turn"),
         "settings": (settings.Settings, "enter"),
-        "free": (lookahead.Lookahead, "_drop_started"),
     }
     count = 7
     chain = told(count, hold.get("recovery", lambda _: None), hold.get("gradient", lambda _: None))
@@ -212,7 +211,7 @@ def test_delays_change_no_bit(modes, delay, monkeypatch):
     assert_same_with_and_without(chain, *torch.randn(2, 5, 6), repeats=1)
 
 
-@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("coupling", ["additive", "leapfrog", "kept"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

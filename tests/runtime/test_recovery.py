@@ -234,6 +234,9 @@ def test_hooks_fire_once_on_parameters_and_once_per_run_on_modules(chain_of, str
 
 def test_an_unused_output_leaks_nothing_in_50_steps(chain_of, streams):
     chain = chain_of(4)
+    with LiveBytes():  # PyTorch may import its compiler here, which leaves the frames around it to the garbage collector
+        chain(*streams)
+    gc.collect()
     gc.disable()
     try:
         with LiveBytes() as live:
@@ -453,7 +456,7 @@ def test_leaving_the_grid_is_refused(streams):
 def test_half_precision_streams_warn_once_with_the_drift(chain_of):
     chain = chain_of(7, dtype=torch.bfloat16)
     x1, x2 = torch.randn(2, 3, 6, dtype=torch.bfloat16)
-    with pytest.warns(UserWarning, match=r"torch\.bfloat16: inverting these 7 steps loses \d\.\de-0[123] of the state"):
+    with pytest.warns(UserWarning, match=r"torch\.bfloat16: inverting these 7 steps loses about 5\.5e-02 of the state"):
         chain(x1, x2)
     chain(x1, x2)  # a second warning would be an error
 

@@ -101,7 +101,7 @@ def change(chain: ReversibleChain) -> None:
 @pytest.mark.parametrize("mode", RERUN)
 @pytest.mark.parametrize("settings", COUPLINGS.values(), ids=COUPLINGS)
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("place", [0, 2])
 def test_a_source_of_difference_raises_in_the_backward_of_its_step(source, settings, mode, place):
     steps = [Changing(source) if i == place else nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for i in range(4)]
     chain = ReversibleChain(steps, **settings)
