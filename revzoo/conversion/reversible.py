@@ -4,7 +4,7 @@ Class, parameters, state-dict keys and configuration are those of the network; o
 (`in_place/chain.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from revzoo.errors import ConversionError, InputError, UnknownNameError, join_na
 from revzoo.in_place.branch import BranchStep
 from revzoo.in_place.chain import BlockChain, BlockStep, get_step
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
+from revzoo.runtime.inventory import Pattern, check_patterns
 from revzoo.runtime.observation import observe_calls
 
 BlockCoupling = Literal["momentum", "dual_residual"]
@@ -106,6 +107,7 @@ def reversible_(
     kept_bits: int = 8,
     fraction_bits: int | None = None,
     split: Split | None = None,
+    keep: Iterable[Pattern] = (),
 ) -> ReversibleReport:
     """Change a network in place so that its blocks are the steps of reversible chains, rebuilt in backward.
 
@@ -127,6 +129,8 @@ def reversible_(
         split: the two residual branches of a block, each to be a step of its own: ("attention", "mlp") for what timm and
             Transformers call so, or the submodules that compute them, such as ("attn", ("fc1", "fc2")). Keeps twice the bits;
             in backward one branch at a time keeps what autograd saves in it. Needs a batch, to see that the two are the block.
+        keep: submodules of blocks whose outputs are kept for backward: names ("*.router"), classes, or functions of a module.
+            Those that return integers, as routers of mixtures of experts do, are kept anyway.
     Raises:
         UnknownNameError: no list of blocks of this path, or no such coupling.
         InputError: a network that is compiled, planned, checkpointed or reversible already; a path or number that is none.
@@ -146,7 +150,7 @@ def reversible_(
         digits = surveys[path].fraction_bits if fraction_bits is None and path in surveys else fraction_bits
         owner = model.get_submodule(path.rpartition(".")[0])
         names = () if split is None else tuple(name if isinstance(name, str) else name[0] for name in split)
-        chain = BlockChain(path, owner, len(blocks), _make_coupling(coupling, kept_bits, digits), names)
+        chain = BlockChain(path, owner, len(blocks), _make_coupling(coupling, kept_bits, digits), names, check_patterns(keep))
         chains.append(chain)
         for i, block in enumerate(blocks):
             steps.append(_make_step(block, chain, i, branches.get(block)))

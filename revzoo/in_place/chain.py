@@ -39,6 +39,7 @@ from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid, attach_graph
 from revzoo.runtime.forward import Forward
+from revzoo.runtime.inventory import Pattern
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import begin_call
@@ -59,6 +60,7 @@ class BlockChain:
         length: number of blocks.
         coupling: of every step; it keeps bits.
         branches: the names of the two residual branches, if each is a step of its own.
+        keep: names the submodules whose outputs are kept.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class BlockChain:
         length: int,
         coupling: Coupling,
         branches: tuple[str, ...] = (),
+        keep: Sequence[Pattern] = (),
     ):
         self.path = path
         self.branches = branches
@@ -76,6 +79,7 @@ class BlockChain:
         self.coupling = coupling
         self.schedule = "invert"
         self._schedule_before_plan: list[Mode] | None = None
+        self.keep = keep
         self.members: list[BlockStep] = []
         self.end = nn.Identity()  # stands for what the network computes behind the last step, for who observes a forward
 
@@ -272,7 +276,7 @@ class BlockStep(nn.Module):
 
     def _run(self, x: Tensor, arguments: Arguments, mode: Mode) -> Any:
         pair, segment, grid, round = self._find_states(x)
-        forward = Forward(x, side=arguments, grid=grid)  # settings may differ from block to block
+        forward = Forward(x, side=arguments, grid=grid, keep=self.chain.keep)  # settings may differ from block to block
         forward.round = round
         with forward:
             pair, segment = run_link(Step(self, self.name, self.chain.coupling, mode), pair, segment, forward)

@@ -17,7 +17,7 @@ that autograd saves inside its f (`segment.py`):
 A call stores nothing on modules, so any number of forwards may precede a backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any, Literal, cast
 
@@ -33,7 +33,7 @@ from revzoo.runtime.chain_link import call_step, run_link, watch_range
 from revzoo.runtime.compiling import exclude_from_compilation, find_function_compiler, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.inventory import forget_inventory
+from revzoo.runtime.inventory import Pattern, check_patterns, forget_inventory
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import LookaheadOption, begin_lookahead, check_lookahead
 from revzoo.runtime.mode import Mode
@@ -57,6 +57,9 @@ class ReversibleChain(nn.Module):
         exact: whether to round the streams to a grid, so that inversion is exact and gradients are bit-identical in every
             mode. Needs float32 or float64 streams and |b| = 1. A coupling with kept bits is exact whatever is given here.
         lookahead: how many steps are recovered ahead of backward, 0 or 1.
+        keep: submodules of the steps whose outputs are kept in forward and take the place of those of a second run, in every
+            mode: names ("*.router"), classes, or functions of a module. Those that return integers are kept anyway
+            (`kept_regions.py`).
     Raises:
         InputError: a step is not a module, or the coupling cannot be exact.
         UnknownNameError: no such coupling.
@@ -70,6 +73,7 @@ class ReversibleChain(nn.Module):
         coupling: str | Coupling | Sequence[Coupling] = "additive",
         exact: bool = False,
         lookahead: LookaheadOption = 0,
+        keep: Iterable[Pattern] = (),
     ):
         super().__init__()
         steps = list(steps)
@@ -83,6 +87,7 @@ class ReversibleChain(nn.Module):
         self.exact = exact
         self.schedule = "invert"
         self.lookahead = lookahead
+        self.keep = check_patterns(keep)
 
     # Modules, couplings and schedule of the latest forward, and the links made of them.
     _known_links: tuple[Any, Any, Any, list[Step | Bijection]] = ((), None, None, [])
@@ -125,7 +130,7 @@ class ReversibleChain(nn.Module):
 
     def forward(self, x1: Tensor, x2: Tensor, side: Any = None) -> Pair:
         lookahead = begin_lookahead(self._lookahead)
-        return run_chain(self._links(), x1, x2, side=side, exact=self.exact, lookahead=lookahead)
+        return run_chain(self._links(), x1, x2, side=side, exact=self.exact, lookahead=lookahead, keep=self.keep)
 
     @torch.no_grad()
     def inverse(self, y1: Tensor, y2: Tensor, side: Any = None) -> Pair:
@@ -179,6 +184,7 @@ def run_chain(
     exact: bool = False,
     lookahead: Any = None,
     segment: InvertedSegment | None = None,
+    keep: Sequence[Pattern] = (),
 ) -> Pair:
     """Run a chain given as a list of steps and bijections; `ReversibleChain` is this function as a module.
 
@@ -190,6 +196,7 @@ def run_chain(
         exact: whether to round the streams to a grid.
         lookahead: recovers steps ahead of backward. One for all chains and nodes of a forward.
         segment: inverted layers before the streams, which the first steps go on with if they are inverted; not on a grid.
+        keep: names the submodules of steps whose outputs are kept.
 
     Raises:
         InputError: streams of different dtype or device, or an f whose output does not fit the stream it is added to.
@@ -213,7 +220,7 @@ def run_chain(
         )
     drops = any(isinstance(link, Step) and link.mode.drops for link in links)
     if segment is not None or (drops and torch.is_grad_enabled() and not is_exporting()):
-        return _run_recorded(links, x1, x2, side, exact, lookahead, segment)
+        return _run_recorded(links, x1, x2, side, exact, lookahead, segment, keep)
     return _run_plain(links, x1, x2, side, exact)
 
 
@@ -260,6 +267,7 @@ def _run_recorded(
     exact: bool,
     lookahead: Any,
     segment: InvertedSegment | None,
+    keep: Sequence[Pattern],
 ) -> Pair:
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
     if must_store() and segment is None:
@@ -267,7 +275,7 @@ def _run_recorded(
     refuse_to_drop("Set the schedule of every step to 'store'")
     steps = [link for link in links if isinstance(link, Step)]
     grid, pair = _start(links, x1, x2, exact, will_invert=any(step.mode.inverts for step in steps))
-    forward = Forward(x1, side=side, lookahead=lookahead, grid=grid)
+    forward = Forward(x1, side=side, lookahead=lookahead, grid=grid, keep=keep)
     for begin in seams.begin_forward:
         begin(forward, x1, steps, segment)
     with forward:

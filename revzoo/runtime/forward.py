@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from contextvars import ContextVar
 from threading import RLock, get_ident
 from typing import Any, cast
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 from revzoo.errors import RecoveryError
+from revzoo.runtime.inventory import Pattern
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import Snapshot, find_generators
 from revzoo.runtime.settings import Settings
@@ -85,6 +87,7 @@ class Forward:
         side: read-only second argument of every call.
         lookahead: recovers calls ahead of backward.
         grid: of the states; None in floating point.
+        keep: names the submodules whose outputs are kept (`kept_regions.py`).
 
     Attributes:
         round: looks at second runs: compares them, or only shows states to an observer; None if nobody looks.
@@ -98,6 +101,7 @@ class Forward:
         side: Any = None,
         lookahead: Any = None,
         grid: Any = None,
+        keep: Sequence[Pattern] = (),
     ):
         self.device = x.device
         self.devices = frozenset((x.device, torch.device("cpu")))
@@ -107,6 +111,7 @@ class Forward:
         self.snapshots: list[Snapshot] | None = None
         self.lookahead = lookahead
         self.grid = grid
+        self.keep = keep
         self.round: Any = None
         self.is_one_of_several = processes_communicate()
         self.side = side

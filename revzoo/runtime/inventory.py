@@ -5,6 +5,7 @@ its modules' dictionaries are compared with what was in them, by identity, in C.
 """
 
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from functools import cache, cached_property
 from itertools import chain
 from operator import attrgetter, is_
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from revzoo.errors import InputError
 from revzoo.runtime.compiling import are_compiled
 from revzoo.sharded import is_sharded
 
 Tensors = dict[str, Tensor | None]
+Pattern = str | type[nn.Module] | Callable[[nn.Module], bool]  # names submodules
 _NAME, _LEARNED = "_revzoo_inventory", "_revzoo_learned"  # in the module's __dict__
 _is_training: Callable[[nn.Module], bool] = attrgetter("training")
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
@@ -63,6 +66,7 @@ class Inventory:
         self.devices = frozenset(map(_get_device, self.fixed))
         self.learned = Learned() if root is None else _find_learned(root)
         self._root = None if root is None else ref(root)
+        self.named: dict[Any, list[nn.Module]] = {}  # submodules by the patterns that name them
 
     @property
     def submodules(self) -> Sequence[nn.Module]:
@@ -225,6 +229,37 @@ def _is_own(key: Any) -> bool:
 def get_root(f: nn.Module) -> nn.Module:
     """Return the module whose tensors are those of f: f itself, or what stands behind a step in place of it."""
     return getattr(f, "stands_for") if hasattr(type(f), "stands_for") else f  # noqa: B009
+
+
+def check_patterns(keep: Any) -> tuple[Pattern, ...]:
+    """Return what names regions to keep.
+
+    Raises:
+        InputError: something is no name, class of modules or function.
+    """
+    patterns = (keep,) if isinstance(keep, str) or callable(keep) else tuple(keep)
+    for each in patterns:
+        if not isinstance(each, str) and not callable(each):
+            raise InputError(f'keep is a list of names ("*.router"), classes of modules or functions. Received: {each!r}.')
+    return patterns
+
+
+def find_submodules(f: nn.Module, name: str, patterns: Sequence[Pattern]) -> list[nn.Module]:
+    """Return the submodules of a step that are named by patterns.
+
+    Args:
+        f: the step.
+        name: its name; a pattern is a name within the step, or begins with this.
+        patterns: names with wildcards, classes, functions that return whether to keep a module.
+    """
+
+    def fits(path: str, module: nn.Module, pattern: Pattern) -> bool:
+        if isinstance(pattern, str):
+            return fnmatch(path, pattern) or fnmatch(f"{name}.{path}", pattern)
+        return isinstance(module, pattern) if isinstance(pattern, type) else bool(pattern(module))
+
+    named = ((path, module) for path, module in get_root(f).named_modules() if path)
+    return [module for path, module in named if any(fits(path, module, pattern) for pattern in patterns)]
 
 
 def defines_inverse(module: nn.Module | None) -> bool:

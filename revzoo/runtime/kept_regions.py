@@ -5,8 +5,8 @@ rounding in a second run may turn the decision, and with it the shapes of all th
 the first run takes the place of what it returns in the second, and so do the integers that autograd saves in it. The module
 itself runs again, for what autograd saves besides.
 
-Kept are the submodules that are seen to return integers: indices of `topk` or `argmax`. A decision in the code of a step
-outside of its submodules is not seen.
+Kept are the submodules that a user names, and those that are seen to return integers: indices of `topk` or `argmax`. A decision
+in the code of a step outside of its submodules is not seen.
 
 Cost: the outputs of these modules.
 """
@@ -20,23 +20,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from revzoo.errors import InputError
 from revzoo.runtime import seams
 from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.exact import attach_graph
-from revzoo.runtime.inventory import defines_inverse, get_root
+from revzoo.runtime.forward import Forward
+from revzoo.runtime.inventory import defines_inverse, find_submodules, get_root
 
 
 class KeptRegions:
     """What the regions of one call have returned.
 
     Args:
-        known: submodules that have returned integers before, and are kept.
-        seen: all that are kept if they return integers.
+        named: the submodules to keep.
+        seen: others, which are kept if they return integers.
     """
 
-    def __init__(self, known: Sequence[nn.Module], seen: Sequence[nn.Module]):
-        self._known = set(known)
-        self._modules = list(dict.fromkeys((*known, *seen)))
+    def __init__(self, named: Sequence[nn.Module], seen: Sequence[nn.Module] = ()):
+        self._named = set(named)
+        self._modules = list(dict.fromkeys((*named, *seen)))
         self._outputs: dict[tuple[nn.Module, int], list[Tensor]] = {}  # by module, and number of its call
         self._calls: Counter[nn.Module] = Counter()
         self._open: list[tuple[nn.Module, int]] = []  # calls that have begun: the module, and the next slot
@@ -45,6 +47,11 @@ class KeptRegions:
         self._thread = 0
         self._next = 0  # the slot of the next tensor that autograd saves
         self.slots: dict[int, tuple[Tensor, int]] = {}  # integers that autograd saved in a region, with their versions
+
+    @property
+    def seen_regions(self) -> list[nn.Module]:
+        """Those that were kept because they returned integers."""
+        return [module for module in self.regions if module not in self._named]
 
     @property
     def regions(self) -> list[nn.Module]:
@@ -96,7 +103,7 @@ class KeptRegions:
             if opened is module:
                 break
         tensors = _list_tensors(out)
-        if tensors and not any(map(_is_wrapped, tensors)) and (module in self._known or any(map(_is_index, tensors))):
+        if tensors and not any(map(_is_wrapped, tensors)) and (module in self._named or any(map(_is_index, tensors))):
             # Copies: f may change what it is given in place.
             self._outputs[module, self._calls[module]] = [x.detach().clone() for x in tensors]
             self.slots.update((slot, (x, x._version)) for slot, x in self._integers if slot >= start)
@@ -143,14 +150,27 @@ def _put_in_place(kept: Tensor, x: Tensor) -> Tensor:
     return attach_graph(kept.clone(), (1.0,), x) if x.requires_grad else kept.clone()
 
 
-def keep_regions(f: Callable[..., Any], conditions: Conditions) -> KeptRegions | None:
-    """Return what keeps the outputs of submodules of a call that is about to run first; None where there is nothing to keep."""
-    inventory = conditions.inventory
-    if not isinstance(f, nn.Module) or inventory.has_compiled(get_root(f)):
+def keep_regions(f: Callable[..., Any], name: str, forward: Forward, conditions: Conditions) -> KeptRegions | None:
+    """Return what keeps the outputs of submodules of a call that is about to run first; None where there is nothing to keep.
+
+    Raises:
+        InputError: a module that is named cannot be kept.
+    """
+    if not isinstance(f, nn.Module):
         return None
-    known = [module for module in inventory.submodules if module in inventory.learned.regions]
-    seen = list(filter(_may_have_hooks, inventory.submodules)) if conditions.is_observed else []
-    return KeptRegions(known, seen) if known or seen else None
+    inventory, named = conditions.inventory, list[nn.Module]()
+    if forward.keep:
+        named = inventory.named.get((name, forward.keep)) or find_submodules(f, name, forward.keep)
+        inventory.named[name, forward.keep] = named
+    is_compiled = inventory.has_compiled(get_root(f))
+    if refused := [module for module in named if is_compiled or not _may_have_hooks(module)]:
+        raise InputError(
+            f"keep names a {type(refused[0]).__name__} of {name} that is compiled, scripted or made of layers with an inverse, "
+            "so its output cannot be kept. Name other modules, or compile the whole model instead of the step."
+        )
+    seen = inventory.submodules if conditions.is_observed and not is_compiled else ()
+    known = [module for module in inventory.submodules if module in inventory.learned.regions] if not is_compiled else []
+    return KeptRegions((*named, *known), list(filter(_may_have_hooks, seen))) if named or known or seen else None
 
 
 def _may_have_hooks(module: nn.Module) -> bool:

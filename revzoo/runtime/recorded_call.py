@@ -107,8 +107,8 @@ class RecordedCall:
             if forward.is_one_of_several:  # FSDP frees weights after forward, and gathers them again when f runs again
                 self._sources = None
             regions = None
-            if conditions.inventory.learned.regions or conditions.is_observed:
-                regions = seams.keep_regions(self.f, conditions)
+            if forward.keep or conditions.inventory.learned.regions or conditions.is_observed:
+                regions = seams.keep_regions(self.f, self.name, forward, conditions)
             if regions is not None:
                 self._keepers.append(regions)
             self._given = inputs
@@ -169,7 +169,7 @@ class RecordedCall:
             return
         regions.end_first_run()
         self._kept_slots = regions.slots
-        self._conditions.inventory.learned.regions.update(regions.regions)
+        self._conditions.inventory.learned.regions.update(regions.seen_regions)
         if not regions.regions:
             self._keepers.remove(regions)
 

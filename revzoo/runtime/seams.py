@@ -44,5 +44,5 @@ begin_forward: list[Callable[..., None]] = []  # called with the forward, an inp
 make_grid: Callable[..., Any]  # called as `Grid`
 record_layerwise: Callable[..., Any]  # called with step, forward and whether it is watched; returns a call, or None
 keep_products: Callable[[], Any]
-keep_regions: Callable[..., Any]  # called with f and the conditions; returns a keeper, or None
+keep_regions: Callable[..., Any]  # called with f, its name, the forward and the conditions; returns a keeper, or None
 follower: Any = None  # has `announce` and `dismiss`, called with a call and the tensors that it runs with

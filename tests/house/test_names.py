@@ -51,7 +51,7 @@ PINNED = {
     "reforward": "(module, batch, budget=None, *, optimizer=None, loss=None)",
     "ordinary_": "(model)",
     "release": "(module)",
-    "reversible_": ("(model, *paths, batch=None, coupling='momentum', kept_bits=8, fraction_bits=None, split=None)"),
+    "reversible_": ("(model, *paths, batch=None, coupling='momentum', kept_bits=8, fraction_bits=None, split=None, keep=())"),
     "solve": "(profile, budget, solver='timeline')",
     "transform": "(model)",
     "verify": "(model, batch)",
@@ -120,7 +120,7 @@ def test_public_names_are_the_pinned_ones():
         "SpaceToDepth",
         "set_tripwire",
     }
-    assert signature(revzoo.runtime.ReversibleChain) == "(steps, coupling='additive', exact=False, lookahead=0)"
+    assert signature(revzoo.runtime.ReversibleChain) == "(steps, coupling='additive', exact=False, lookahead=0, keep=())"
 
 
 def test_a_model_has_the_pinned_members():

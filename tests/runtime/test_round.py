@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from revzoo.errors import RecoveryError
+from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime import LayerChain, ReversibleChain, set_tripwire
 from revzoo.runtime.node import run_node
 from revzoo.runtime.tripwire import Watch
@@ -229,9 +229,10 @@ class Router(nn.Module):
 
     calls = 0
 
-    def __init__(self):
+    def __init__(self, names_experts=True):
         super().__init__()
         self.linear = nn.Linear(D, 4)
+        self.names_experts = names_experts
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -240,13 +241,14 @@ class Router(nn.Module):
         noise = 1e-9 * torch.randn(len(x), 4, dtype=x.dtype, generator=torch.Generator().manual_seed(Router.calls))
         scores = self.linear(x).softmax(-1)
         experts = (scores.detach() + noise).topk(2, -1).indices
-        return scores.gather(-1, experts), experts
+        scores = scores.gather(-1, experts)
+        return (scores, experts) if self.names_experts else (scores, experts.to(x.dtype))
 
 
 class Mixture(nn.Module):
-    def __init__(self):
+    def __init__(self, names_experts=True):
         super().__init__()
-        self.router = Router()
+        self.router = Router(names_experts)
         self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
 
     def forward(self, w):
@@ -270,6 +272,21 @@ def test_a_near_tie_is_decided_as_in_forward(mode, compares, error):
     with set_tripwire(compares):
         for _ in range(4):
             assert error(run(chain, mode), expected) < 1e-8
+
+
+@pytest.mark.parametrize("keep", ["*.router", "router", [Router], lambda module: isinstance(module, Router)])
+def test_regions_that_are_named_are_kept(keep, error):
+    def run(chain, mode):
+        Router.calls = 0
+        return differentiate(chain, mode, batch=24)
+
+    step = lambda: Mixture(names_experts=False)  # noqa: E731  nothing shows that these are indices
+    with pytest.raises(RecoveryError, match=r"steps\.3 ran differently"):
+        run(make_chain(step), "recompute")
+    chain = make_chain(step, keep=keep)
+    expected = run(chain, "store")
+    for mode in MODES:
+        assert error(run(chain, mode), expected) < 1e-8
 
 
 class Routed(nn.Module):
@@ -357,7 +374,7 @@ def test_a_scripted_submodule_has_no_hooks(mode, error):
     assert error(differentiate(chain, mode), expected) < 1e-10
 
 
-def test_regions_beside_an_inverse_are_kept(error):
+def test_regions_beside_an_inverse_are_kept_and_those_with_one_are_refused():
     class Scale(nn.Module):
         def forward(self, x):
             return x * 1
@@ -365,13 +382,11 @@ def test_regions_beside_an_inverse_are_kept(error):
         def inverse(self, x):
             return x
 
-    def run(mode):
-        Router.calls = 0
-        return differentiate(chain, mode, batch=24)
-
-    chain = make_chain(lambda: nn.Sequential(Mixture(), Scale()))
-    expected = run("store")
-    assert error(run("invert"), expected) < 1e-8
+    step = lambda: nn.Sequential(Mixture(names_experts=False), Scale())  # noqa: E731
+    Router.calls = 0
+    differentiate(make_chain(step, keep="*.router"), "invert", batch=24)
+    with pytest.raises(InputError, match=r"keep names a Scale of steps\.0 that is compiled, scripted or made of layers"):
+        differentiate(make_chain(step, keep=[Scale]), "recompute")
 
 
 class Choosing(nn.Module):
