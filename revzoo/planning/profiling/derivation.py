@@ -15,8 +15,9 @@ high: bare chains, by at most a pair of streams, where the first steps
 are inverted alone or all steps are stored; and a mask that no unit keeps.
 
 What an inverted layer takes also depends on its place in the run and on whether it gets halves of the channels. Of all places
-that the traces show, the one that takes most counts everywhere, so plans of networks of layers are predicted a few percent too
-high until they are counted. The inverse of layer k runs when layer k-1 is unpacked, but counts in layer k's backward.
+that the traces show, the one that takes most counts everywhere, so plans of networks of layers are predicted too
+high, by a fifth at most, until they are counted. The inverse of layer k runs when layer k-1 is unpacked, but counts in layer
+k's backward.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
