@@ -14,6 +14,8 @@ from revzoo.format import format_bytes
 from revzoo.planning.budget import parse_budget
 from revzoo.planning.plan import Plan, Solver
 from revzoo.planning.profiling.count import count_peak
+from revzoo.planning.profiling.hooks import list_units
+from revzoo.planning.profiling.inversion_limit import place_anchors
 from revzoo.planning.profiling.profile import Profile, profile
 from revzoo.planning.profiling.timing import measure_step_seconds, measure_workspace, memory_errors
 from revzoo.planning.profiling.trace import LossFunction
@@ -24,6 +26,8 @@ from revzoo.planning.solvers.schedule import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import find_schedule, minimize_peak
 from revzoo.runtime.lookahead import LookaheadOption, check_lookahead
 from revzoo.runtime.mode import Mode
+
+_PLENTY = 2**60  # a budget for which everything is stored
 
 
 def profile_and_plan(
@@ -52,11 +56,33 @@ def profile_and_plan(
     measured = profile(model, batch, optimizer, loss=loss, other_bytes=other_bytes, budget=budget)
     if setting is not None:
         measured = replace(measured, setting=setting)
-    planned = replace(solve(measured, budget, solver), lookahead=lookahead)
-    planned = enforce_budget(model, batch, measured, planned, loss)
+    try:
+        planned = solve(measured, budget, solver)
+    except BudgetError:
+        if not any(entry.kind == "layer" for entry in list_units(model)):
+            raise
+        planned = _invert_all(model, measured, budget)  # layers may take less than predicted
+    planned = enforce_budget(model, batch, measured, replace(planned, lookahead=lookahead), loss)
+    planned = replace(planned, min_peak_bytes=min(planned.min_peak_bytes, planned.peak_bytes))
     if (lookahead or measured.timing is None) and not any(p.is_meta for p in model.parameters()):
         planned = _time_step(model, batch, planned, loss)
     return measured, planned
+
+
+def _invert_all(model: nn.Module, profile: Profile, budget: str | int) -> Plan:
+    """Return the plan that inverts all that it can, as if it took the whole budget: its peak is still to be counted."""
+    modes = place_anchors(list_units(model), profile.memory.max_invert_run)
+    limit = parse_budget(budget, profile.setting.device.split()[0], profile.model_bytes)
+    return replace(
+        solve(profile, _PLENTY),
+        schedule=tuple(modes),
+        peak_bytes=limit,
+        budget_bytes=limit,
+        seconds=profile.predict_seconds(modes),
+        extra_flops=cost(profile.memory, modes),
+        phase_peaks=tuple(list_phase_peaks(profile.problem, modes)),
+        notes=profile.notes,
+    )
 
 
 def _time_step(model: nn.Module, batch: Any, plan: Plan, loss: LossFunction | None) -> Plan:

@@ -148,8 +148,6 @@ def test_loops_that_a_plan_cannot_follow_are_refused(toy):
 def test_what_a_plan_does_not_take_is_named(toy):
     with pytest.raises(InputError, match="recovered one by one. Received: lookahead=1"):
         revzoo.plan(toy, X, "1MiB", lookahead=1)
-    with pytest.raises(InputError, match="solver='timeline'"):
-        revzoo.plan(toy, X, "1MiB", solver="reforwarding")
     with pytest.raises(InputError, match="what is planned are their modes, with revzoo.plan"):
         revzoo.reforward(toy, X)
     both = torch.nn.Sequential(toy, revzoo.runtime.ReversibleChain([Tanh(), Tanh()]))

@@ -8,7 +8,7 @@ from torch import nn
 
 import revzoo
 from revzoo.analysis.flops import FlopCounter
-from revzoo.errors import InputError
+from revzoo.errors import BudgetError, InputError
 from revzoo.invertible import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import list_units
@@ -22,7 +22,7 @@ NETWORKS = {
 }
 
 # The inverted layers of a run are predicted where they take most; only a count knows which ones get halves of the channels.
-MOST = {"layerwise_digits": 1.06, "revnext_digits": 1.04}
+MOST = {"layerwise_digits": 1.12, "revnext_digits": 1.06}
 
 
 def measure(model: nn.Module, batch: Any, modes: object) -> tuple[int, int]:
@@ -85,6 +85,18 @@ def test_networks_have_what_plans_promise_at_any_budget(name):
         terms = revzoo.bytes_per_pixel(model, x)  # counts the same training step, without what lasts
         assert terms.counted_bytes == revzoo.measure_memory(model, x).activation_bytes
         assert terms.stages[terms.peak_stage].total_bytes == terms.counted_bytes
+
+
+def test_a_budget_that_inverting_everything_fits_is_enough():
+    """Although more is predicted."""
+    model = revzoo.create("layerwise_digits")
+    x = model.example_input(8)
+    least, _ = measure(model, x, "invert")
+    plan = revzoo.plan(model, x, least)
+    assert plan.peak_bytes == plan.budget_bytes == plan.min_peak_bytes == least
+    assert measure(model, x, plan)[0] == least
+    with pytest.raises(BudgetError, match="No schedule fits"):
+        revzoo.plan(model, x, least - 1)
 
 
 def test_a_unit_that_passes_its_input_on_has_a_backward_of_its_own():

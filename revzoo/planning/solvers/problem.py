@@ -55,7 +55,6 @@ class Option:
             inputs: bit j of the index says that a preceding unit keeps `inputs[j]`, which is then not counted (`tabulate`).
         cost: extra work over storing [nanoseconds or FLOPs], at least 0.
         made_bytes: bytes allocated in backward beyond those that storing allocates there.
-        freed_bytes: by how much its forward takes less because it frees its input, unless a preceding unit keeps that.
         left_bytes: alive from its forward to the end of all forwards, and not kept: casts of its weights under autocast.
     """
 
@@ -66,7 +65,6 @@ class Option:
     backward_bytes: Sequence[int]
     cost: int
     made_bytes: int = 0
-    freed_bytes: int = 0
     left_bytes: int = 0
 
 

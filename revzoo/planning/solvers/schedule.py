@@ -82,8 +82,6 @@ def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
         closed = unit.pair if run and not inverted else ()  # the run ends before this unit and keeps its pair
         closed_bytes, held_before = problem.bytes_of(closed, held), held.union(closed)
         beside_bytes = problem.bytes_of(unit.beside or unit.pair, held_before)
-        if option.freed_bytes and held_before.isdisjoint(unit.inputs):
-            beside_bytes -= option.freed_bytes
         known = sum(1 << j for j, state in enumerate(unit.inputs) if state in held_before)
         yield Edge(
             mode=option.mode,
