@@ -92,7 +92,7 @@ def activate(
         x: input of BatchNorm, which is not kept.
         weight: of BatchNorm.
         bias: of BatchNorm.
-        shortcut: what z has beside BatchNorm's output, or None.
+        shortcut: what z has besides BatchNorm's output, or None.
     """
     y: Tensor = InPlaceABNFunction.apply(x, shortcut, weight, bias, normalised)
     return y

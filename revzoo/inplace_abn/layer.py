@@ -64,7 +64,7 @@ class InPlaceABN2d(_NormBase):
 
     @torch.no_grad()
     def inverse(self, y: Tensor, mean: Tensor, inverse_deviation: Tensor, *weak: Tensor) -> Tensor:
-        """Return x from y and what `forward_keeping` returns behind it."""
+        """Return x from y and what `forward_keeping` returns after it."""
         x = self.activation.undo(y)
         factor = inverse_deviation.reciprocal()
         shift = mean

@@ -35,7 +35,7 @@ def find_weak_channels(
         activation: what comes after it.
         z: the input of the activation, that is the output of BatchNorm plus the shortcut.
         weight, bias: of BatchNorm.
-        shortcut: what z has beside BatchNorm's output, or None.
+        shortcut: what z has besides BatchNorm's output, or None.
     """
     if z.is_meta or isinstance(z, FakeTensor):
         return None  # no numbers

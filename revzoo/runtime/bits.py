@@ -27,7 +27,7 @@ class PackedBits(NamedTuple):
 
 
 def choose_dtype(bits: int) -> torch.dtype:
-    """Return the smallest dtype that `pack` takes for integers of so many bits."""
+    """Return the smallest dtype that `pack` takes for integers of this many bits."""
     return torch.uint8 if bits <= 8 else torch.int16
 
 

@@ -97,7 +97,7 @@ def _build_unit(
 
 
 def _take_more(one: Option, other: Option) -> Option:
-    """Return an inverted layer that takes what either of two takes at most."""
+    """Return an option of an inverted layer that takes no less than either of two."""
     larger = max(one, other, key=lambda option: max(option.backward_bytes))
     forward_bytes, freed_bytes = max(one.forward_bytes, other.forward_bytes), min(one.freed_bytes, other.freed_bytes)
     return replace(larger, forward_bytes=forward_bytes, freed_bytes=freed_bytes)
@@ -201,8 +201,8 @@ def _kept_outputs(inverted: Trace) -> list[Storages]:
 def _states_in_rests(recomputed: Trace) -> Iterator[tuple[int, ...]]:
     """Yield for every unit the states among its inputs that are kept until backward by what follows, where units recompute.
 
-    Recomputed steps keep what is in front of them: the last state of a list of blocks is kept by what the network computes
-    behind it, if at all.
+    Recomputed steps keep the states before them. The last state of a list of blocks is kept, if at all, by what the network
+    computes after the list.
     """
     waiting, numbers = recomputed.alive(recomputed.backward_start).keys(), recomputed.number_states()
     for inputs in recomputed.inputs:

@@ -3,7 +3,7 @@
 Whole training steps are run, each with another random mix of modes, and the time is noted whenever a unit begins its forward or
 its backward. A unit is thus timed in its place, with the caches and the allocator as training has them. Units that do the same
 work share their samples, and the median of the samples in a mode is the time of that mode. A mode that runs again all that
-another one does takes no less: medians in which it does are averaged.
+another one runs again cannot take less time: where the medians say so, they are averaged.
 """
 
 import random
