@@ -1,4 +1,4 @@
-"""Layers with an inverse, from which a network is built whose activations are rebuilt layer by layer.
+"""Layers with an inverse, for networks that rebuild their activations layer by layer.
 
 A layer is any module with `inverse`: `layer.inverse(layer(x))` is x up to rounding. If the inverse needs more than the output,
 such as the statistics of a batch, `forward_keeping` returns that and `inverse` takes it:

@@ -145,13 +145,13 @@ class BlockOutput:
 
 
 class Arguments(NamedTuple):
-    """The side input of a step: with what its block was called besides the state, whose place is empty.
+    """The side input of a step: the arguments that its block was called with, with an empty place for the state.
 
     Args:
         positional: of the call.
         keywords: of the call.
         key: the keyword of the state; None if it is the first positional argument.
-        dtype: in which the block is given the state.
+        dtype: of the state that the block is given.
         returned: gets what the block returns, in a first run.
         extras: what submodules have returned in an earlier step of this block, by path.
     """

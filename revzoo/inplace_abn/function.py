@@ -99,7 +99,7 @@ def activate(
 
 
 class InPlaceABNFunction(torch.autograd.Function):
-    """The node of `activate` in the graph, from which can be read: layer, activation, adds_shortcut, weak_channels."""
+    """The node of `activate` in the graph. Its layer, activation, adds_shortcut and weak_channels can be read."""
 
     @staticmethod
     def forward(

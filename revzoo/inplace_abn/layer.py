@@ -56,7 +56,7 @@ class InPlaceABN2d(_NormBase):
         return self.activation(z)
 
     def forward_keeping(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return y, mean and 1 / sqrt(var + eps) of each channel, and the channels whose normalised input is kept, with it."""
+        """Return y, mean and 1 / sqrt(var + eps) of each channel, the weak channels, and their normalised input."""
         if not uses_batch(self):
             raise make_eval_mode_error()
         y, normalised = self._activate(x)

@@ -118,7 +118,7 @@ class Inventory:
         return frozenset(len(b) for buffers in moving for b in buffers.values() if b is not None and b.dim() == 1)
 
     def find_replaced(self, root: nn.Module) -> str | None:
-        """Return the name of a tensor in whose place there is another. FSDP exchanges shards and whole tensors of one."""
+        """Return the name of a tensor that was replaced by another. FSDP exchanges shards and whole tensors of one."""
         for tensors, then in zip(self._holders, self._held, strict=True):
             for key, t in then.items():
                 now = tensors.get(key)

@@ -38,7 +38,7 @@ def call_layer(module: nn.Module, x: Tensor, channels: slice | None = None) -> S
 
 
 def find_alpha(layer: nn.Module) -> Callable[..., Any] | None:
-    """Return the method by which a layer tells its alpha; None if it has none. A number of this name is another alpha."""
+    """Return the layer's method `alpha`; None if it has none, or if its `alpha` is a number, which means something else."""
     return cast(Any, layer).alpha if callable(getattr(type(layer), "alpha", None)) else None
 
 

@@ -103,7 +103,7 @@ class Lookahead:
         self._latest: ref[Recoverable] | None = None
         self._started: _Started | None = None
         self._lock = Lock()
-        self._task = -1  # the backward at whose end nothing may be under way
+        self._task = -1  # the backward that must end with nothing under way
 
     def follow(self, recoverable: Recoverable) -> None:
         """Note the next call, in the order of forward."""

@@ -165,7 +165,7 @@ class SegmentWatch:
         return Noted(fingerprint, note_state(call.f, call.name, state))
 
     def begin(self, last: Sequence[Tensor]) -> None:
-        """Note the states from which recovery starts: by their sizes rounding errors are judged."""
+        """Note the states that recovery starts from: rounding errors are judged by their sizes."""
         if self._rounding is None and not self._exact:
             self._rounding = Rounding(last[0].dtype)
             for state in last if self._compares else ():

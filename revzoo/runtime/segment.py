@@ -115,7 +115,7 @@ class Update(Protocol):
 
 
 class Origin(Protocol):
-    """The call in whose forward a segment lies. A second run of it gives the segment its last states."""
+    """The call that a segment is a part of. A second run of this call gives the segment its last states."""
 
     lock: RLock
 

@@ -205,7 +205,7 @@ class _Comparison(NamedTuple):
     tolerance: float
     of_state: bool
     of_layer: bool = False
-    scale: Tensor | None = None  # by which the tolerance is larger than it says
+    scale: Tensor | None = None  # a factor on the tolerance
 
     def without_values(self) -> "_Comparison":
         expected, actual = (each._replace(values=None) for each in (self.expected, self.actual))

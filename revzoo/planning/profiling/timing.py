@@ -93,8 +93,8 @@ def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: in
         allowance: limit for the peak of each step that is run [bytes].
         loss: computes the loss from what the model returns; None is a sum.
     Raises:
-        MemoryError: no training step in which a few units have other modes than at the smallest peak fits the allowance, or
-            one ran out of memory.
+        MemoryError: the allowance is too small even for the schedule of the smallest peak with a few units in other modes, or a
+            training step ran out of memory.
     """
     entries = list_units(model)
     groups = [_work_key(entry, unit) for entry, unit in zip(entries, problem.units, strict=True)]

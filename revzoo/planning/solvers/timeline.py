@@ -96,7 +96,7 @@ def find_schedule(problem: Problem, budget: int) -> Schedule | None:
 
 
 def _keep_what_is_left(problem: Problem) -> Problem:
-    """Return the problem in which units keep until their backward what they leave until forward ends."""
+    """Return a problem whose units keep until their backward what they really leave only until forward ends."""
 
     def keep(option: Option) -> Option:
         return replace(option, kept_bytes=option.kept_bytes + option.left_bytes, left_bytes=0)
