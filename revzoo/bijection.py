@@ -13,7 +13,7 @@ class Bijection(nn.Module):
     backward (views, permutations, copies). `forward` and `inverse` should return contiguous tensors: a rebuilt state needs the
     strides of the first run, and is copied where `inverse` returns others.
 
-    One that makes the first half of its output's channels from the first half of its input's may say so with
+    If it makes the first half of the output's channels from the first half of the input's, it may say so with
     `is_channelwise = True`. Among layers (`revzoo/invertible.py`) it is then run on one half after the other.
     """
 
@@ -49,7 +49,7 @@ class SpaceToDepth(Bijection):
 
 
 class PixelUnshuffle(Bijection):
-    """Fold each `block` x `block` square of pixels into channels beside the one they come from.
+    """Fold each `block` x `block` square of pixels into channels next to the one they come from.
 
     Half of the output comes from half of the input, which `SpaceToDepth` mixes: among layers it needs half as much memory.
 

@@ -37,7 +37,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_spread(spread: float | None) -> str:
-    """Return by how much a number may differ, to stand behind it, such as " +- 2.5 %"; "" where it is not known."""
+    """Return by how much a number may differ, to print after it, such as " +- 2.5 %"; "" where it is not known."""
     return "" if spread is None else f" +- {100 * spread:.2g} %"
 
 

@@ -1,7 +1,7 @@
-"""Layers with an inverse, from which a network is built whose activations are rebuilt layer by layer.
+"""Layers with an inverse, for networks that rebuild their activations layer by layer.
 
-A layer is any module with `inverse`: `layer.inverse(layer(x))` is x up to rounding. What an inverse needs beside the output,
-such as the statistics of a batch, `forward_keeping` returns and `inverse` takes:
+A layer is any module with `inverse`: `layer.inverse(layer(x))` is x up to rounding. If the inverse needs more than the output,
+such as the statistics of a batch, `forward_keeping` returns that and `inverse` takes it:
 
     y, *kept = layer.forward_keeping(x)
     x = layer.inverse(y, *kept)
@@ -10,8 +10,8 @@ The layers know no modes and keep nothing on themselves. How a forward is run wi
 `revzoo/runtime/layerwise.py`. A `Bijection` is a layer without parameters and rounding.
 
 A layer that treats each channel by itself may say so with `is_channelwise = True`. Then it may be run on one half of the
-channels after the other, which takes half as much memory beside a gradient. If it has `forward_keeping`, this and `inverse`
-take an argument `channels`: a slice, the channels that the input consists of.
+channels after the other, which takes half as much memory in addition to a gradient. If the layer has `forward_keeping`, this
+and `inverse` take an argument `channels`: a slice, the channels that the input consists of.
 
 A layer may have `alpha(y, *kept)`: by how much its inverse changes the ratio of signal to noise (`revzoo/noise.py`), from a
 sample of the elements of y.
@@ -115,7 +115,7 @@ class InvertibleBatchNorm2d(_NormBase):
         return y, mean.detach(), inverse_deviation.detach()
 
     def inverse(self, y: Tensor, mean: Tensor, inverse_deviation: Tensor, channels: slice = _ALL) -> Tensor:
-        """Return x from y and what `forward_keeping` returns behind it."""
+        """Return x from y and what `forward_keeping` returns after it."""
         factor = (self._scale(channels) * inverse_deviation).reciprocal()
         shift = mean - _pick(self.bias, channels) * factor
         shift, factor = (each.to(y.dtype).view(1, -1, *[1] * (y.dim() - 2)) for each in (shift, factor))

@@ -18,14 +18,14 @@ from revzoo.runtime.nested import map_tensors, tensors_in
 
 
 class BranchStep(BlockStep):
-    """A step whose f is one residual branch of a block, with the sum. The one of the first branch stands in place of `forward`.
+    """A step whose f is one residual branch of a block, with the sum. That of the first branch replaces the block's `forward`.
 
     Args:
         block: the block.
         chain: what it shares with the other steps of its list.
         index: its place among them.
         branch: the branch.
-        following: the step of the second branch, in that of the first one.
+        following: for the first branch, the step of the second.
     """
 
     following: "BranchStep | None"
@@ -66,6 +66,6 @@ class BranchStep(BlockStep):
 
 
 def leave_out_unreturned(seen: dict[str, Any], value: Any) -> dict[str, Any]:
-    """Return what submodules have returned, without tensors that the block does not return: nobody needs them longer."""
+    """Return what submodules have returned, without tensors that the block does not return: nobody needs those any more."""
     handed_on = {id(t) for t in tensors_in(value)}
     return {path: map_tensors(lambda t: t if id(t) in handed_on else None, part) for path, part in seen.items()}

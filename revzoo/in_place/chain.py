@@ -3,10 +3,10 @@
     for block in self.layers:                      x is w[k], and the block returns
         x = block(x, mask, rope)                   w[k+1] = a w[k] + b w[k-1] + c f(w[k])        f is the whole block
 
-What stands in place of a block's `forward` finds w[k-1] by the tensor that it is given: the one that the block before it has
-returned. So the loop may pass other arguments to every block, take what else the blocks return, collect the states, leave
-out blocks, or stop early. A block that is given another tensor begins a new chain, with w[k-1] = w[k], in which its first
-step is the block itself: w[k+1] = (a + b) w[k] + c f(w[k]).
+The function that replaces a block's `forward` looks up w[k-1] by the identity of its input: the tensor that the block before
+has returned. So the loop may pass other arguments to every block, take what else the blocks return, collect the states, leave
+out blocks, or stop early. A block that is given any other tensor is the first step of a new chain, with w[k-1] = w[k]:
+w[k+1] = (a + b) w[k] + c f(w[k]).
 
 States are on a grid, in float32 or float64. A block is given its state in the dtype of the tensor that it was called with, and
 what it returns has the dtype that the block by itself returns.
@@ -81,7 +81,7 @@ class BlockChain:
         self._schedule_before_plan: list[Mode] | None = None
         self.keep = keep
         self.members: list[BlockStep] = []
-        self.end = nn.Identity()  # stands for what the network computes behind the last step, for who observes a forward
+        self.end = nn.Identity()  # for observers, it stands for what the network computes after the last step
 
     @property
     def owner(self) -> nn.Module | None:
@@ -115,11 +115,11 @@ class BlockChain:
         self._schedule = check_schedule(modes, self.names)
 
     def begin_plan(self) -> None:
-        """Remember the schedule, since a plan brings another one; one that replaces a plan changes nothing about it."""
+        """Remember the schedule, since a plan brings another one. If a plan replaces a plan, the first schedule counts."""
         self._schedule_before_plan = self._schedule_before_plan or self.schedule
 
     def end_plan(self) -> None:
-        """Take the schedule again that there was before a plan, if there has been one."""
+        """Go back to the schedule from before the plan, if there was a plan."""
         self.schedule = self._schedule_before_plan or self.schedule
         self._schedule_before_plan = None
 
@@ -137,7 +137,7 @@ class BlockChain:
 
 @dataclass
 class BlockOutput:
-    """What a block has returned in its first run, and what submodules of it have returned beside the state, by path."""
+    """What a block has returned in its first run, and what submodules of it have returned besides the state, by path."""
 
     value: Any = None
     dtype: torch.dtype | None = None
@@ -145,13 +145,13 @@ class BlockOutput:
 
 
 class Arguments(NamedTuple):
-    """The side input of a step: with what its block was called besides the state, whose place is empty.
+    """The side input of a step: the arguments that its block was called with, with an empty place for the state.
 
     Args:
         positional: of the call.
         keywords: of the call.
         key: the keyword of the state; None if it is the first positional argument.
-        dtype: in which the block is given the state.
+        dtype: of the state that the block is given.
         returned: gets what the block returns, in a first run.
         extras: what submodules have returned in an earlier step of this block, by path.
     """
@@ -293,7 +293,7 @@ class BlockStep(nn.Module):
         return replace_state(value, y)
 
     def _find_states(self, x: Tensor) -> tuple[Pair, InvertedSegment | None, Grid, Round | None]:
-        """Return the states in front of this step, the inverted steps that it may go on with, and what all steps share."""
+        """Return the states before this step, the inverted steps that it may go on with, and what all steps share."""
         refuse_exact_derivatives()
         dtype = torch.float32 if x.dtype in HALF else x.dtype
         position = find_position(x, self.chain)
@@ -315,8 +315,8 @@ class BlockStep(nn.Module):
     def _leave_out_caches(self, arguments: Arguments) -> tuple[Arguments, bool]:
         """Return the arguments without a cache of keys and values, and whether the block may run a second time.
 
-        It writes into a cache, which a second run must not do again. An empty one that a network makes in training is for
-        nobody to read, so it stays empty, in every mode alike; with any other, the block is run once.
+        A block writes into its cache, which a second run must not repeat. Nobody reads the empty cache that a network makes in
+        training, so that one stays empty in every mode. With any other cache, the block runs only once.
         """
         caches = [x for x in (*arguments.positional, *arguments.keywords.values()) if is_cache(x)]
         if not caches:
@@ -336,7 +336,7 @@ def get_step(block: nn.Module) -> BlockStep | None:
 def _rename(x: Tensor) -> Tensor:
     """Return another tensor with the memory and the gradient of x.
 
-    What autograd saves lives as long as the graph, and as long as the tensor that a block has returned lives its position,
-    which has the state before it: so it must be another one that autograd saves.
+    The position of a tensor that a block has returned lives as long as this tensor, and holds the state before it. What
+    autograd saves lives as long as the graph. So autograd must save another tensor than the one that was returned.
     """
     return attach_graph(x.detach(), (1.0,), x)

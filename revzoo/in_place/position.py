@@ -1,4 +1,4 @@
-"""Where in a chain of blocks a tensor stands that a block has returned. The network's own code gives it to the next block."""
+"""The place in a chain of a tensor that a block has returned. The network's own code gives the tensor to the next block."""
 
 from dataclasses import dataclass, field
 from threading import local
@@ -17,7 +17,7 @@ from revzoo.runtime.segment import InvertedSegment
 
 @dataclass
 class Position:
-    """Behind which step of a chain a tensor stands that a block has returned.
+    """The place in a chain of a tensor that a block has returned: after which step.
 
     Args:
         chain: the chain, which is compared by identity.
@@ -75,7 +75,7 @@ def find_position(x: Tensor, chain: object) -> Position | None:
 
 
 def _find_wrapped(x: Tensor) -> Tensor | None:
-    """Return the latest tensor of a block of which x is another name, to which FSDP has added a node of the graph."""
+    """Return a block's latest tensor if x is that tensor with a node of the graph that FSDP has added, else None."""
     latest = getattr(_latest, "tensor", None)
     y: Tensor | None = None if latest is None else latest()
     if y is None or x.grad_fn is None or y.grad_fn is None or x.stride() != y.stride():

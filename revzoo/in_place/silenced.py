@@ -41,11 +41,11 @@ class _Scope:
     """What is silenced.
 
     Args:
-        returns: what each silenced module returns beside the state.
+        returns: what each silenced module returns besides the state.
         watched: the modules that run and whose results are noted, with their paths.
         dtype: of the zeros.
         called: the silenced modules that have been called.
-        returned: what the watched modules have returned beside the state, by path.
+        returned: what the watched modules have returned besides the state, by path.
     """
 
     returns: dict[nn.Module, Any]
@@ -84,7 +84,7 @@ def silence(
     """Silence what one step of a block does not run; yield what the parts of its branch return, without the state.
 
     Args:
-        block: the block, of which each submodule is looked up anew: adapters may have taken its place.
+        block: the block. Its submodules are looked up again in every call: adapters may have replaced them.
         branch: what runs, and what does not.
         name: of the step, for messages.
         dtype: of the zeros.

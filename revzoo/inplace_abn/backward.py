@@ -30,7 +30,7 @@ class Backward:
         activation: act.
         gradient: of y.
         y: the output.
-        shortcut: what z has beside BatchNorm's output, or None.
+        shortcut: what z has besides BatchNorm's output, or None.
         channels: those whose xhat is kept, in ascending order; it takes the place of z. None: all, if there is an `xhat`.
         xhat: of these channels.
         shift: the bias of each channel; 0 where xhat is kept.
@@ -99,7 +99,7 @@ class Backward:
         return dweight, dbias
 
     def _locate_weak(self, size: int) -> tuple[Sequence[int], Iterable[tuple[Tensor, slice]]]:
-        """Return the channels that keep xhat, if the host knows them; else they come once more later, in parts of this size."""
+        """Return the channels that keep xhat, if the host knows them; else parts of them, which come once more later."""
         if self.channels is None:
             return (), ()
         if len(self.channels) == self.y.size(1):
@@ -134,7 +134,7 @@ class Backward:
         return dweight, dbias
 
     def _take_channels(self, part: slice, few: slice) -> "Backward":
-        """Return the work that some channels are; those at `few` of `channels` are among them."""
+        """Return the part of this work for some channels; those at `few` of `channels` are among them."""
         channels, xhat = None, None
         if self.channels is not None and self.xhat is not None and few.start < few.stop:
             channels, xhat = self.channels[few] - part.start, self.xhat[:, few]
@@ -143,7 +143,7 @@ class Backward:
         return Backward(self.activation, self.gradient[:, part], self.y[:, part], shortcut, channels, xhat, *known)
 
     def _take_kept(self, channels: Tensor, few: slice) -> "Backward":
-        """Return the work that channels are whose xhat is kept, at `few` of all these: the rest of z is not needed."""
+        """Return the part for channels that keep xhat, at `few` of all that do: the rest of z is not needed."""
         assert self.xhat is not None
         known = self.shift[channels], self.factor[channels], self.scale[channels], self.needs_x, False
         kept = self.xhat[:, few]

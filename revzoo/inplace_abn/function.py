@@ -92,14 +92,14 @@ def activate(
         x: input of BatchNorm, which is not kept.
         weight: of BatchNorm.
         bias: of BatchNorm.
-        shortcut: what z has beside BatchNorm's output, or None.
+        shortcut: what z has besides BatchNorm's output, or None.
     """
     y: Tensor = InPlaceABNFunction.apply(x, shortcut, weight, bias, normalised)
     return y
 
 
 class InPlaceABNFunction(torch.autograd.Function):
-    """The node of `activate` in the graph, from which can be read: layer, activation, adds_shortcut, weak_channels."""
+    """The node of `activate` in the graph. Its layer, activation, adds_shortcut and weak_channels can be read."""
 
     @staticmethod
     def forward(

@@ -56,7 +56,7 @@ class InPlaceABN2d(_NormBase):
         return self.activation(z)
 
     def forward_keeping(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return y, mean and 1 / sqrt(var + eps) of each channel, and the channels whose normalised input is kept, with it."""
+        """Return y, mean and 1 / sqrt(var + eps) of each channel, the weak channels, and their normalised input."""
         if not uses_batch(self):
             raise make_eval_mode_error()
         y, normalised = self._activate(x)
@@ -64,7 +64,7 @@ class InPlaceABN2d(_NormBase):
 
     @torch.no_grad()
     def inverse(self, y: Tensor, mean: Tensor, inverse_deviation: Tensor, *weak: Tensor) -> Tensor:
-        """Return x from y and what `forward_keeping` returns behind it."""
+        """Return x from y and what `forward_keeping` returns after it."""
         x = self.activation.undo(y)
         factor = inverse_deviation.reciprocal()
         shift = mean

@@ -1,7 +1,7 @@
 """Which channels of an in-place ABN keep their normalised input xhat, because their output does not tell it well enough.
 
-Rounding of y, which is of the size of bias and shortcut, is divided by the weight. So each channel has a ratio of its weight to
-the least one with which xhat is rebuilt well enough, and is weak below 1.
+Rounding of y, which is of the size of bias and shortcut, is divided by the weight. So xhat is rebuilt well enough only from a
+certain weight on. The ratio of a channel is its weight over this least weight, and a channel with a ratio below 1 is weak.
 
 A CPU knows at once which channels those are. To ask an accelerator would be to wait for it in every layer, so there the host
 chooses how many of the weakest channels keep xhat by what an earlier step has shown: all that were near to being weak.
@@ -35,7 +35,7 @@ def find_weak_channels(
         activation: what comes after it.
         z: the input of the activation, that is the output of BatchNorm plus the shortcut.
         weight, bias: of BatchNorm.
-        shortcut: what z has beside BatchNorm's output, or None.
+        shortcut: what z has besides BatchNorm's output, or None.
     """
     if z.is_meta or isinstance(z, FakeTensor):
         return None  # no numbers

@@ -86,7 +86,7 @@ def _invert_all(model: nn.Module, profile: Profile, budget: str | int) -> Plan:
 
 
 def _time_step(model: nn.Module, batch: Any, plan: Plan, loss: LossFunction | None) -> Plan:
-    """Return the plan with measured seconds: what look-ahead gains is not predicted, nor anything where no units were timed."""
+    """Return the plan with measured seconds: neither the gain of look-ahead nor, without timed units, any time is predicted."""
     try:
         with memory_errors():
             seconds, spread = measure_step_seconds(model, batch, plan.schedule, loss, plan.lookahead)

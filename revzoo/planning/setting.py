@@ -22,7 +22,7 @@ class Setting:
 
     Args:
         model: name of the spec, or the class.
-        digest: hash of the spec or modules, and of which parameters are frozen and which modules are in eval mode.
+        digest: hash of the spec or modules, including which parameters are frozen and which modules are in eval mode.
         dtype: of the parameters; with autocast, also its dtype.
         device: kind and name; "meta" matches any.
         training: whether the model is in training mode.

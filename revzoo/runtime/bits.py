@@ -27,14 +27,14 @@ class PackedBits(NamedTuple):
 
 
 def choose_dtype(bits: int) -> torch.dtype:
-    """Return the smallest dtype that `pack` takes for integers of so many bits."""
+    """Return the smallest dtype that `pack` takes for integers of this many bits."""
     return torch.uint8 if bits <= 8 else torch.int16
 
 
 def pack(values: Tensor, bits: int) -> PackedBits | Tensor:
     """Pack integers below 2^bits into at most bits * ceil(numel / 8) bytes.
 
-    Returned as they are where nothing would be gained, and those of a DTensor, whose sharding flattening would change.
+    Returns the values as they are where packing gains nothing, and for a DTensor, since flattening would change its sharding.
 
     Shapes: values: any, of the dtype that `choose_dtype` returns.
     Args:

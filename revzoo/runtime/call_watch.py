@@ -1,13 +1,13 @@
-"""What a call watches: fingerprints of the tensors that autograd saves in it, of its first run, compared after a second.
+"""What a call watches: fingerprints of the tensors that autograd saves in its first run, compared with those of a second.
 
-    on a CPU     of all of them: what goes differently may be scaled down later, or lie before a product that is kept
-    elsewhere    of the last two, in which most of what goes differently shows; none where the state that follows is compared
+    on a CPU     all of them: a difference may be scaled down later, or lie before a product that is kept
+    elsewhere    the last two, where most differences show; none where the state that follows is compared
 
 On a CPU, a second run on the same input repeats every bit if one thread computes. With several, or where the compiler may have
 made another kernel meanwhile, sums may be added up in another order.
 
-Nothing is kept alive for this: a tensor is read when two others have been saved after it. By then the operation has run that it
-was saved for, which may have filled it (the noise of RReLU).
+Nothing is kept alive for this: a tensor is read when two others have been saved after it. By then the operation that it was
+saved for has run, which may have filled it (the noise of RReLU).
 """
 
 from collections import deque

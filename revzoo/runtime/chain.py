@@ -97,7 +97,7 @@ class ReversibleChain(nn.Module):
 
     @property
     def lookahead(self) -> LookaheadOption:
-        """How many steps are recovered ahead of backward, beside the gradient of the step after it: 0 or 1 (`lookahead.py`)."""
+        """How many steps are recovered ahead of backward, during the gradient of the step after: 0 or 1 (`lookahead.py`)."""
         return self._lookahead
 
     @lookahead.setter

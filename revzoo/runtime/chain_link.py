@@ -1,4 +1,4 @@
-"""One link of a chain in forward: a step or bijection takes the pair of states one on, and leaves what backward needs.
+"""One link of a chain in forward: a step or bijection advances the pair of states, and records what backward needs.
 
 `run_chain` runs the links of a chain in a loop. The blocks of a network that is reversible in place are links, too, which the
 network's own code calls one by one (`in_place/chain.py`).
@@ -29,11 +29,11 @@ def run_link(
 
     Args:
         link: the step or bijection.
-        pair: the states in front of it.
-        segment: the inverted steps in front of it; None if there are none that it could go on with.
+        pair: the states before it.
+        segment: the inverted steps before it, which it may go on with; None if there are none.
         forward: what it shares with the other links.
     Returns:
-        The states behind it, and the inverted steps that end there, if any.
+        The states after it, and the inverted steps that end there, if any.
     """
     if isinstance(link, Bijection):
         # One before the first inverted step is never undone, so its update keeps nothing.
@@ -80,7 +80,7 @@ def record_step(step: Step, forward: Forward, watched: bool) -> RecordedCall:
     Args:
         step: the step.
         forward: what it shares with others.
-        watched: whether what autograd saves last in it is read whole: where no state that follows from it is compared.
+        watched: whether the last tensors that autograd saves in it are read whole. Needed where no later state is compared.
     """
     # On a grid every bit is rebuilt, which the inverses of layers do not do.
     f, inventory = step.f, take_inventory(step.f)

@@ -1,9 +1,9 @@
 """Hand out each gradient in backward as soon as it is complete and nothing there needs the parameter as it was.
 
-When it is complete, a post-accumulate hook of the parameter says. But a step that is recovered may need the parameter later
-still: a step that ends by adding it has its gradient before it runs again, and one that saves nothing but its input runs again
-only for the state in front of it. So recorded calls announce with which parameters they will run, and when they have done so
-for the last time. What is complete before that waits.
+A post-accumulate hook of the parameter says when its gradient is complete. But a step may still need the parameter after that.
+If the last operation of a step adds the parameter, the gradient is ready before the step runs again. And a step that saves
+nothing but its input runs again only to rebuild the state before it. So recorded calls announce which parameters they will run
+with, and report when they have run for the last time. A gradient that is complete before that waits.
 
 Known inefficiency: a gradient that waits is handed out with the next one that is complete, or never; then it is still there
 after backward.

@@ -93,8 +93,8 @@ class Conditions:
                     inventory.set_training(root, inventory.training)
                 if inventory.statistics:
                     statistics = self._rewind_statistics()
-                # FSDP gathers weights before a call and frees them later, whatever the end of the call; and beside a thread
-                # that looks ahead, hooks of gradients may set attributes.
+                # FSDP gathers weights before a call and frees them later, however the call ends; and while a thread looks
+                # ahead, hooks of gradients may set attributes.
                 if (learned.sets_attributes or self.is_observed) and not (self.forward.is_one_of_several or leaves_alone()):
                     attributes = inventory.read_attributes(root)
                 learned.trials -= 1

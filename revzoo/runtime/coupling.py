@@ -1,4 +1,4 @@
-"""The recurrence behind every reversible residual network.
+"""The recurrence of every reversible residual network.
 
     w[k+1] = a * w[k] + b * w[k-1] + c * f(w[k])
     w[k-1] = (w[k+1] - a * w[k] - c * f(w[k])) / b          where b != 0
@@ -80,8 +80,8 @@ class Coupling:
         """Return the coupling of one step of one forward: here the same for all.
 
         A subclass may return one whose `advance` and `invert` have coefficients for each example; `advance` must save nothing
-        for backward. The own `b` is the least in magnitude of all. The update of the step holds what is returned until
-        backward; `chain.inverse` uses the coupling itself, and so does a grid, for which `require_exact` has to raise.
+        for backward. The subclass's own `b` must be the smallest of these in magnitude. The step's update holds the returned
+        coupling until backward. `chain.inverse` and a grid use the subclass itself, so its `require_exact` has to raise.
         """
         return self
 
@@ -196,7 +196,7 @@ def leapfrog(*, h: StepSize = 1.0) -> Coupling:
 def _resolve_weight(name: str, value: float | None, kept_bits: int | None, default: float) -> float:
     """Return the weight that was given, or the one that kept_bits implies, or the default."""
     if value is not None and kept_bits is not None:
-        raise PartArgumentError("kept_bits", kept_bits, f"null beside {name}: kept_bits determines {name}")
+        raise PartArgumentError("kept_bits", kept_bits, f"null when {name} is given: kept_bits determines {name}")
     if kept_bits is not None:
         return 2.0**-kept_bits
     return default if value is None else value

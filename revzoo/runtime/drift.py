@@ -89,7 +89,7 @@ class ChainGrowth:
         """Count one more step.
 
         Raises:
-            RecoveryError: so many steps in a row would leave only rounding errors of the first state.
+            RecoveryError: this many steps in a row would leave only rounding errors of the first state.
         """
         self._factor = math.inf if coupling.b == 0 else self._factor / abs(coupling.b)
         if not _checks_growth.get():
@@ -176,7 +176,7 @@ class Noise:
         _reported.add(self._dtype, self._layers)
         if step is None:
             anchors = join_names(_place_anchors(growths, least))
-            remedy = f"Set the mode of {anchors} to 'recompute': it keeps its input, where noise starts anew"
+            remedy = f"Set the mode of {anchors} to 'recompute': it keeps its input, where noise starts again"
         else:
             remedy = f"Set the schedule of {step} to 'recompute', or make several steps of its layers"
         warnings.warn(

@@ -277,7 +277,7 @@ class Grid:
 
 
 def _check_range(limit: float, places: Sequence[str], ranges: Sequence[float]) -> None:
-    """Raise RecoveryError at the first place whose least and most value, in turn in `ranges`, are not within the limit."""
+    """Raise RecoveryError at the first place with values beyond the limit; `ranges` has the least and most value of each."""
     for where, least, most in zip(places, ranges[::2], ranges[1::2], strict=True):
         if not (-limit < least and most < limit):
             largest = most if most >= -least else least

@@ -19,7 +19,7 @@ from revzoo.runtime.settings import Settings
 
 # Threads share random streams, buffers and settings of a device, so they take turns.
 _turns: dict[torch.device, RLock] = {}  # while a step runs in one thread, no other runs a step on the same device
-_lent: dict[torch.device, RLock] = {}  # for those for whose work the owner of a turn waits
+_lent: dict[torch.device, RLock] = {}  # for threads that the owner of a turn waits for
 _owners: dict[RLock, int] = {}
 
 
@@ -78,7 +78,7 @@ second_run = ContextVar("second_run", default=False)  # whether a call is run ag
 
 
 class Forward:
-    """The surroundings of the calls of one forward: settings, side input, random streams, who looks on.
+    """The surroundings of the calls of one forward: settings, side input, random streams, observers.
 
     Its calls are made inside a `with` statement, during which no other thread runs steps on the device.
 

@@ -74,7 +74,7 @@ class Inventory:
         return self._inside
 
     def belongs_to(self, root: nn.Module) -> bool:
-        """Return whether this was found for a module, and not for one of which it is a shallow copy."""
+        """Return whether this was found for the module itself, and not for another one that it is a shallow copy of."""
         return self._root is not None and self._root() is root
 
     def has_same_entries(self) -> bool:
@@ -112,13 +112,13 @@ class Inventory:
     def moving_sizes(self) -> frozenset[int]:
         """The lengths of statistics that move between two runs, although no result depends on them.
 
-        InstanceNorm has so many numbers for each example.
+        InstanceNorm has this many numbers for each example.
         """
         moving = (buffers for buffers, only_moves in zip(self.statistics, self.only_moves, strict=True) if only_moves)
         return frozenset(len(b) for buffers in moving for b in buffers.values() if b is not None and b.dim() == 1)
 
     def find_replaced(self, root: nn.Module) -> str | None:
-        """Return the name of a tensor in whose place there is another. FSDP exchanges shards and whole tensors of one."""
+        """Return the name of a tensor that was replaced by another. FSDP exchanges shards and whole tensors of one."""
         for tensors, then in zip(self._holders, self._held, strict=True):
             for key, t in then.items():
                 now = tensors.get(key)
@@ -151,7 +151,7 @@ class Learned:
     """What has been seen of the calls of a module, in the first of them and in rounds that are compared.
 
     Attributes:
-        trials: second runs in which it is still to be seen what the module does.
+        trials: how many more second runs are watched to see what the module does.
         sets_attributes: whether a second run has set attributes of the modules.
         differentiates: whether it differentiates inside its own forward.
         may_keep_products: whether no product was read or changed where no dispatch mode sees it (`selective.py`).
@@ -227,7 +227,7 @@ def _is_own(key: Any) -> bool:
 
 
 def get_root(f: nn.Module) -> nn.Module:
-    """Return the module whose tensors are those of f: f itself, or what stands behind a step in place of it."""
+    """Return the module that has f's tensors: f itself, or the module that f stands for."""
     return getattr(f, "stands_for") if hasattr(type(f), "stands_for") else f  # noqa: B009
 
 

@@ -19,8 +19,8 @@ def check_after_backward(numbers: Tensor, check: Callable[[list[float]], None]) 
 
     Args:
         numbers: a flat tensor.
-        check: called with the numbers, and raises if they are bad. Backward then raises the same error, in front of the
-            optimizer's step.
+        check: called with the numbers, and raises if they are bad. Backward then raises the same error, before the optimizer's
+            step.
     """
     copy = HostCopy(numbers)
 

@@ -50,7 +50,7 @@ class LayerChain(nn.Sequential):
 
     @property
     def lookahead(self) -> LookaheadOption:
-        """How many layers are recovered ahead of backward, beside the gradient of the layer after it: 0 or 1."""
+        """How many layers are recovered ahead of backward, during the gradient of the layer after: 0 or 1."""
         return self._lookahead
 
     @lookahead.setter

@@ -95,7 +95,7 @@ def is_channelwise(module: nn.Module) -> bool:
 
 
 def starts_in_halves(layers: Iterable[Layer], x: Tensor) -> bool:
-    """Return whether the first layers take x in halves because a coupled one behind them needs halves anyway."""
+    """Return whether the first layers take x in halves because a coupled one after them needs halves anyway."""
     first = next((layer.module for layer in layers if not is_channelwise(layer.module)), None)
     return first is not None and is_coupled(first) and x.dim() > 1 and x.size(1) % 2 == 0
 

@@ -24,12 +24,12 @@ from revzoo.runtime.recorded_call import OUTPUT, RecordedCall
 from revzoo.runtime.refill_hooks import detach
 from revzoo.runtime.segment import States
 
-_SAMPLE = 6  # of each dimension, at least so many places are in a sample, and less than twice as many
+_SAMPLE = 6  # a sample has at least this many places of each dimension, and less than twice as many
 _SMALL = 16  # what a layer saves is kept where this many such tensors are no larger than its input
 
 
 def call_layer(module: nn.Module, x: Tensor, channels: slice | None = None) -> Sequence[Tensor]:
-    """Return y, what a layer makes of x or of some channels of it, and behind it what its inverse needs besides."""
+    """Return y, the layer's output for x or some channels of x, followed by what its inverse needs besides y."""
     forward_keeping = getattr(module, "forward_keeping", None)
     if forward_keeping is None:
         return (module(x),)
@@ -38,7 +38,7 @@ def call_layer(module: nn.Module, x: Tensor, channels: slice | None = None) -> S
 
 
 def find_alpha(layer: nn.Module) -> Callable[..., Any] | None:
-    """Return the method by which a layer tells its alpha; None if it has none. A number of this name is another alpha."""
+    """Return the layer's method `alpha`; None if it has none, or if its `alpha` is a number, which means something else."""
     return cast(Any, layer).alpha if callable(getattr(type(layer), "alpha", None)) else None
 
 
@@ -100,7 +100,7 @@ def _turn_to_growth(alpha: float | Tensor) -> float | Tensor:
 
 
 class LayerCall(RecordedCall):
-    """A call of a layer, with what its inverse needs beside the output.
+    """A call of a layer, with what its inverse needs besides the output.
 
     Args:
         layer: the layer.
@@ -239,7 +239,7 @@ class StreamsUpdate(_Update):
 
 
 class AdditionUpdate(_Update):
-    """What f makes of the second half is added to the first, which is then the second."""
+    """f of the second half is added to the first half, and then the halves change places."""
 
     reads = 1
 

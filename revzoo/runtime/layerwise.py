@@ -1,14 +1,14 @@
-"""Layers with an inverse: their activations are rebuilt layer by layer in backward, beside the gradient.
+"""Layers with an inverse: backward rebuilds their activations layer by layer, along with the gradient.
 
-A layer in mode `invert` is a recorded call, as a step is, and consecutive ones form an `InvertedSegment` with one state: its
-inverse gives its input x from its output, and the layer, run on x, refills what autograd had saved. Where that is nothing but
-x, parameters and small tensors such as statistics, it is not even run. Where it is the output in place of x, the inverse waits
-until the layer before is asked for.
+A layer in mode `invert` is a recorded call, as a step is. Consecutive ones form an `InvertedSegment` with one state: a layer's
+inverse gives its input x from its output; then the layer runs on x and refills what autograd had saved. If autograd saved only
+x, parameters and small tensors such as statistics, the layer does not run. If it saved the output instead of x, the inverse
+waits until backward asks for the layer before.
 
 A `Coupled` layer is two additive steps on the two halves of its channels, so going back through it runs f and g once. Its
-halves stay apart as long as the layers behind it treat each channel by itself, such as norms, activations and some pools: these
-are run on one half after the other, and so are such layers in front of it. Then there is never more than a new half beside the
-state and its gradient.
+halves stay apart as long as the layers after it treat each channel by itself, such as norms, activations and some pools: these
+are run on one half after the other, and so are such layers before it. Then there is never more than one new half in addition
+to the state and its gradient.
 
 There are two places for such layers:
 
@@ -17,7 +17,7 @@ There are two places for such layers:
     f of a step       a step of a reversible chain in mode `invert` whose f is an `nn.Sequential` with such layers.
                       They keep nothing in forward. When backward asks for the last of them, the step is inverted as any other,
                       which gives its input w[k-1] and the output of f; then the layers are walked back from that output.
-                      Backward costs two forwards more; noise grows within a step alone, as each step starts anew.
+                      Backward costs two forwards more; noise grows within a step alone, as each step starts again.
                       Between layers without an inverse, each run of such layers starts from an output of its own.
 
 Source: Hascoet et al. 2023, "Reversible designs for extreme memory cost reduction of CNN training", sections 4.3 and 4.4.
@@ -301,7 +301,7 @@ class Recording:
         self.segment.append(LayerUpdate(call, states[0], 1.0 if growth is None else growth.value), call, states)
 
     def _run_addition(self, f: nn.Module, name: str) -> float | Tensor:
-        """Add what f makes of the second state to the first, which is then the second; return how errors grow."""
+        """Add f of the second state to the first, and let the two change places; return how errors grow."""
         states = self.states
         # The input of the first call of a segment is not compared as a state.
         call = RecordedCall(f, name, self._forward, watched=self.segment.is_empty)

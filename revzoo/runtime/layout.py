@@ -14,9 +14,9 @@ class LayoutEntry(NamedTuple):
     """One of the modules that a model or chain calls in its forward.
 
     A `step` is reversible, a `layer` of one tensor may have an inverse of its own, a `node` is an ordinary module
-    between chains. All three are *units*, which have a mode in `schedule`; in mode `invert` are only steps and layers.
+    between chains. All three are *units*, which have a mode in `schedule`; only steps and layers can have mode `invert`.
     The `split` and a `bijection` have no mode. The `rest` is what a network with reversible blocks computes before, between and
-    behind its lists of blocks: a unit, too, but always stored.
+    after its lists of blocks: a unit, too, but always stored.
 
     Args:
         name: path in the model, such as "stages.0.blocks.1.f".

@@ -162,7 +162,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class LiveBytesOfReplacedCalls(LiveBytes):
-    """The same for modules whose calls `replaced_call.py` replaces: without it, the compiler steps aside under the mode.
+    """The same for modules with calls that `replaced_call.py` replaces: under a plain `LiveBytes`, the compiler steps aside.
 
     The backend there runs each torch call as it is, so that this sees all of them.
     """

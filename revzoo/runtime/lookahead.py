@@ -3,9 +3,9 @@
 Backward asks for the calls of a forward in reverse order, so the next one is known. With N calls:
 
     recover(N)
-    gradient(N)      beside it recover(N - 1)
+    gradient(N)      meanwhile recover(N - 1)
     ...
-    gradient(2)      beside it recover(1)
+    gradient(2)      meanwhile recover(1)
     gradient(1)
 
 Where the recovery runs depends on the device, and on what is around backward:
@@ -15,8 +15,8 @@ Where the recovery runs depends on the device, and on what is around backward:
     under a dispatch mode    at once, in the thread of backward, so that the mode sees all of it: one that counts bytes counts
                              those of two calls
 
-A recovery must not disturb the gradient beside it. Where it may, calls are recovered one by one as without look-ahead, and a
-warning says why.
+A recovery must not disturb the gradient that is computed meanwhile. Where it could, calls are recovered one by one as without
+look-ahead, and a warning says why.
 
 Cost: the refilled tensors of one more call.
 
@@ -103,7 +103,7 @@ class Lookahead:
         self._latest: ref[Recoverable] | None = None
         self._started: _Started | None = None
         self._lock = Lock()
-        self._task = -1  # the backward at whose end nothing may be under way
+        self._task = -1  # the backward that must end with nothing under way
 
     def follow(self, recoverable: Recoverable) -> None:
         """Note the next call, in the order of forward."""
@@ -128,7 +128,7 @@ class Lookahead:
 
         Raises:
             RecoveryError, or whatever the call raised. As without look-ahead, nothing that the call computes with may have
-                changed before backward asks for it: beside a recovery, an optimizer may have changed it halfway.
+                changed before backward asks for it: during a recovery, an optimizer may have changed it halfway.
         """
         started = self._started
         if started is None or started.recoverable() is not recoverable:
@@ -177,7 +177,7 @@ class Lookahead:
         send_comparisons()
 
     def abandon_backward(self) -> None:
-        """The same for a backward that has raised: nothing runs on beside what the user does next."""
+        """The same for a backward that has raised: no recovery runs on while the user does something else."""
         with suppress(BaseException):  # the user has got another one
             self.forget()
         self._started = None
@@ -234,7 +234,7 @@ def _choose_executor(recoverable: Recoverable) -> _Executor | None:
 
 
 def _find_obstacle(recoverable: Recoverable) -> str | None:
-    """Return why a call cannot be recovered beside a gradient, None if it can."""
+    """Return why a call cannot be recovered while a gradient is computed, None if it can."""
     device = recoverable.device
     if device.type != "cpu" and not has_streams(device):
         return f"there is no side stream on {device.type}"

@@ -1,7 +1,7 @@
-"""Show a forward to whoever looks on: its calls and states, each state once more when it has been rebuilt; and inversions.
+"""Show a forward to an observer: its calls, its states, each state again when it has been rebuilt, and inversions.
 
-Hooks of the modules would not do for the calls: a layer may be called through `forward_keeping`, and an f made of layers layer
-by layer, unless it has hooks.
+Hooks of the modules would miss calls: a layer may be called through `forward_keeping`, and an f that is made of layers and has
+no hooks is called layer by layer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 # Called with the rebuilt state, and the relative error that rounding is predicted to have left in it.
 Comparison = Callable[[Tensor, float | Tensor], None]
-# Called with the step or layer behind a state, its name within the chain, and the state.
+# Called with the step or layer after a state, its name within the chain, and the state.
 StateObserver = Callable[[nn.Module, str, Tensor], Comparison | None]
 # Called with a step, layer or node, what it is about to be called with, without a chain's side input, and the states: these
 # inputs, and for a step the older stream.
@@ -46,9 +46,8 @@ _inversions: _Place[Callable[[nn.Module], None]] = _Place()
 def observe_states(observer: StateObserver) -> AbstractContextManager[None]:
     """Call `observer` in the forwards inside, for each state that inversion will rebuild.
 
-    The state is the one in front of a step or layer, the older one of a pair. Names alone are no places in a model: two chains
-    may have the same. What the observer returns is
-    called each time when the state has been rebuilt. The tensors are lent: who wants to keep one makes a copy.
+    The state is the one before a step or layer, the older one of a pair. A name alone does not identify a step: two chains may
+    use the same. What the observer returns is called each time the state has been rebuilt. Clone a tensor to keep it.
     """
     return states.take(observer)
 
@@ -59,7 +58,7 @@ def observe_calls(begin: BeginObserver, end: EndObserver | None = None) -> Abstr
 
 
 def observe_inversions(report: Callable[[nn.Module], None]) -> AbstractContextManager[None]:
-    """Call `report` with every step or layer whose call is undone only to get in front of it: its own gradient is over.
+    """Call `report` with every step or layer whose call is undone only for the state before it: its own gradient is over.
 
     That happens when backward asks for the call before it, and belongs to neither of them alone.
     """

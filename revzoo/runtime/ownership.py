@@ -35,8 +35,8 @@ _OWN_REFERENCES = 2  # to a storage: the tensor, and the Python object that is a
 def is_held_alone(x: Tensor) -> bool:
     """Return whether no other tensor shares the memory of x: no view, no saved tensor of a graph, no output of a user.
 
-    Other names of the same tensor object are not seen, nor is a kernel of another stream that still reads the memory: whoever
-    asks must be ordered behind it.
+    Other names of the same tensor object are not seen. Nor is a kernel of another stream that still reads the memory: the
+    caller's work must be ordered after that kernel.
     """
     if is_traceable_wrapper_subclass(x):
         return False

@@ -22,7 +22,7 @@ def leave_alone() -> None:
 
 
 def leaves_alone() -> bool:
-    """Return whether this context runs beside another one, which draws."""
+    """Return whether this context runs at the same time as another one, which draws."""
     return _leaves_alone.get()
 
 

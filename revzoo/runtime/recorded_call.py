@@ -344,7 +344,7 @@ class RecordedCall:
         self._refilled.clear()
 
     def end_runs(self) -> None:
-        """Note that backward, which goes from the last call to the first, does not run f again."""
+        """Note that this backward will not run f again."""
         if seams.follower is not None:
             seams.follower.dismiss(self, self._conditions.fixed)
 
@@ -354,7 +354,7 @@ class RecordedCall:
         return not self._dropped or (self._find_handle is not None and self._find_handle() is not None)
 
     def free_kept(self) -> None:
-        """Free what forward has kept beside the inputs; the call cannot be recovered any more."""
+        """Free what forward has kept besides the inputs; the call cannot be recovered any more."""
         self._sources = None
 
     @property

@@ -25,8 +25,8 @@ class RefillHooks:
         name: what runs, for messages.
         dropped: shapes and dtypes of the tensors that the first run dropped.
         refilled: where to put the tensors, each with its version; None to keep none.
-        kept: tensors of the first run, with their versions then, that take the place of those of this one, by slot.
-        stops_with: knows when all random numbers are drawn, so that the run may end behind the last tensor; None: it may not.
+        kept: by slot, tensors of the first run that replace those of this one, with their versions in the first run.
+        stops_with: knows when all random numbers are drawn, so that the run may end after the last tensor; None: it may not.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from revzoo.runtime.segment import InvertedSegment, Update
 from revzoo.runtime.tripwire import Watch, get_setting, judge_arrived, send_comparisons
 
 _FULL_ROUNDS = 2
-_PERIOD = 17  # after these, one round in so many; a prime, so that it is not always the same of several micro-batches
+_PERIOD = 17  # after these, one round in this many; a prime, so that it is not always the same of several micro-batches
 _MOST_KINDS = 256  # of forwards of one chain that are told apart
 
 
@@ -41,7 +41,7 @@ class Round:
 
     Args:
         counter: of forwards like this one.
-        compares: whether they are compared; else its states are only shown to who observes them.
+        compares: whether they are compared; else its states are only shown to an observer.
     """
 
     __slots__ = ("_counter", "_is_noted", "compares")
@@ -154,18 +154,18 @@ class SegmentWatch:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew at the end of the segment."""
+        """Begin again at the end of the segment."""
         self._watch = Watch()
         self._rounding: Rounding | None = None  # of the states rebuilt; none before the first
         self._growth: float | Tensor = 1.0  # of errors, from the last boundary to the present one
 
     def note(self, call: RecordedCall, state: Tensor, is_rebuilt: bool) -> Noted:
-        """Return what to remember of the state in front of a call."""
+        """Return what to remember of the state before a call."""
         fingerprint = take_fingerprint(state, bits=self._exact) if is_rebuilt and self._compares else None
         return Noted(fingerprint, note_state(call.f, call.name, state))
 
     def begin(self, last: Sequence[Tensor]) -> None:
-        """Note the states from which recovery starts: by their sizes rounding errors are judged."""
+        """Note the states that recovery starts from: rounding errors are judged by their sizes."""
         if self._rounding is None and not self._exact:
             self._rounding = Rounding(last[0].dtype)
             for state in last if self._compares else ():
@@ -206,6 +206,6 @@ class SegmentWatch:
 
 
 def _multiply_growth(growth: float | Tensor, by: float | Tensor) -> float | Tensor:
-    """Return the product, at least 1: each state that is rebuilt is rounded anew."""
+    """Return the product, at least 1: each state that is rebuilt is rounded again."""
     growth = growth * by
     return growth.clamp(min=1.0) if isinstance(growth, Tensor) else max(growth, 1.0)

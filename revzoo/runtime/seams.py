@@ -1,8 +1,8 @@
 """Where the axes of the runtime attach to its core. Each axis has its file, and fills a slot here when it is imported.
 
 The core runs steps, drops what autograd saves in them, and runs them again in backward: `chain.py`, `chain_link.py`,
-`recorded_call.py`, `segment.py`, and `conditions.py` with what a second run must have as the first. It knows no more of the
-axes than stands here.
+`recorded_call.py`, `segment.py`, and `conditions.py` with what a second run must have in common with the first. This is all
+that it knows of the axes:
 
     slot                filled by              asked
     begin_forward       round.py, drift.py     at the beginning of the recorded forward of a chain

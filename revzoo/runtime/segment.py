@@ -9,7 +9,7 @@ unusual.
     RecordedCall     one call of one function, the tensors it dropped, and how to run it again (`recorded_call.py`)
     SavedInputs      recovers one call from its own inputs, which it keeps        (modes `recompute` and `selective`)
     InvertedSegment  recovers the calls of consecutive inverted steps or layers from the states       (mode `invert`)
-                     behind the last of them
+                     after the last of them
 
 References point one way: the graph holds the hooks of its calls, a hook its RecordedCall and what recovers that (SavedInputs or
 InvertedSegment), and a segment all its calls. So everything is freed with the graph, without the garbage collector. A segment
@@ -98,7 +98,7 @@ class Update(Protocol):
 
     b: float  # each inversion multiplies errors by 1 / |b|
     inverts_first: bool  # whether `invert` gives the input of f without its output, so that f runs after it
-    reads: int  # which of the states in front of it is the input of f
+    reads: int  # which of the states before it is the input of f
 
     @property
     def lost_bits(self) -> Sequence[Tensor]:
@@ -115,7 +115,7 @@ class Update(Protocol):
 
 
 class Origin(Protocol):
-    """The call in whose forward a segment lies. A second run of it gives the segment its last states."""
+    """The call that a segment is a part of. A second run of this call gives the segment its last states."""
 
     lock: RLock
 
@@ -141,19 +141,19 @@ class _Item(NamedTuple):
 
 
 class InvertedSegment:
-    """Recovers the calls of consecutive inverted steps or layers from the states behind them, which move towards the input.
+    """Recovers the calls of consecutive inverted steps or layers from the states after them, which move towards the input.
 
-    Boundary i is in front of item i of the segment. To recover the call of item i, the states move from boundary i + 1 to i. If
+    Boundary i is before item i of the segment. To recover the call of item i, the states move from boundary i + 1 to i. If
     backward asks for a call elsewhere, the states first move to it: towards the input by inverting, towards the output by
     running forward, or by asking the origin for the last ones.
 
         item    states                    to go back over it
         step    (w[k-1], w[k])            f runs on w[k], and what it returns gives w[k-1]
         layer   (x,)                      its inverse gives x, and the layer runs on x up to the last tensor that it saves
-        layer   two halves (x1, x2)       the same for the half that was put behind the other
+        layer   two halves (x1, x2)       the same for the half that was put after the other
 
-    A call that saves nothing but its input, parameters or its output is not run for that; then the states move over it when
-    they are needed in front of it.
+    A call that saves only its input, its output or parameters need not run to refill them. The states then move over it when
+    they are needed before it.
 
     Args:
         exact: whether inversion rebuilds every bit.
@@ -196,7 +196,7 @@ class InvertedSegment:
         return self._first is None
 
     def ends_with(self, length: int) -> bool:
-        """Return whether it has this many items, and its states are those behind the last: then it may go on."""
+        """Return whether it has this many items, and its states are those after the last: then it may go on."""
         return len(self._items) == length == self._at and self._kept is not None
 
     @property
@@ -210,7 +210,7 @@ class InvertedSegment:
         Args:
             update: how it changes the states.
             call: the call of the step's f, or of the layer.
-            before: the states in front of it.
+            before: the states before it.
         """
         noted = None
         if call is not None:
@@ -238,7 +238,7 @@ class InvertedSegment:
     def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:
         """Refill `call`, and move the states to the boundary before it.
 
-        They stay behind it if it is the first step of the segment, or could be handed over without a run.
+        They stay after it if it is the first step of the segment, or could be handed over without a run.
         """
         goal = call.place
         if self._kept is None or goal is None:
@@ -283,7 +283,7 @@ class InvertedSegment:
         ):
             del states  # the run needs the memory
             self._invert(refill=True)
-        if goal == self._first or self._at <= goal:  # else it runs again for the state in front of it
+        if goal == self._first or self._at <= goal:  # else it runs again for the state before it
             call.end_runs()
         if goal == self._first and self._origin is not None:
             self.free_states()
@@ -295,9 +295,9 @@ class InvertedSegment:
         return *(self._states() if self._kept else ()), *(bits for item in passed for bits in item.update.lost_bits)
 
     def _free_passed(self) -> None:
-        """Free what the inversion of calls needs that have been undone, once the graph has freed what they saved.
+        """Free what was needed to invert calls that have been undone, once the graph has freed what they saved.
 
-        Then no second backward can come by.
+        Then there cannot be a second backward.
         """
         while self._needed > self._at:
             call = self._items[self._needed - 1].call
@@ -308,7 +308,7 @@ class InvertedSegment:
             self._needed -= 1
 
     def _free_unused(self, call: RecordedCall, ahead: bool) -> None:
-        """Free what backward has not taken of other calls; where `call` is recovered ahead, not of the one before it."""
+        """Free what backward has not taken of other calls; if `call` is recovered ahead, keep that of the latest one."""
         in_use = self._in_use
         if call in in_use:
             in_use.remove(call)

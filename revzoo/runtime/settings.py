@@ -96,7 +96,7 @@ class Settings:
         self._readers, self._writers = [read for read, _ in settings], [write for _, write in settings]
         self._values = self._present = self._read()
         self._task = -1  # the backward in which the present ones were read
-        self._differs = False  # whether they are others
+        self._differs = False  # whether those differ from these
         self._depth = 0  # of runs under these settings, one inside the other
         self._device = _read_default_device()
         autocast = [

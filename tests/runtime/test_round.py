@@ -215,7 +215,7 @@ def test_small_first_states_are_announced():
     chain = ReversibleChain([nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(32)])
     streams = [torch.randn(16, D).mul(1e-6).requires_grad_() for _ in range(2)]
     y1, y2 = chain(*streams)
-    with pytest.warns(UserWarning, match=r"Rounding takes .*% of the state in front of steps\.\d, .* use exact=True"):
+    with pytest.warns(UserWarning, match=r"Rounding takes .*% of the state before steps\.\d, .* use exact=True"):
         (y1 * y2).sum().backward()
     exact = ReversibleChain(list(chain.steps), exact=True)
     with warnings.catch_warnings():

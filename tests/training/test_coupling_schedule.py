@@ -203,7 +203,7 @@ def test_a_coupling_takes_what_it_can_have(vit):
     assert (model.coupling.kept_bits, model.coupling.b) == (None, -0.5)
     for arguments, message in (
         ({"m": 1.5}, r"m of the coupling momentum is a number in \[0, 1\). Received: 1.5"),
-        ({"kept_bits": 2}, "null beside m: kept_bits determines m"),
+        ({"kept_bits": 2}, "null when m is given: kept_bits determines m"),
         ({"bits": 2}, "has no 'bits'. Did you mean 'kept_bits'"),
     ):
         with pytest.raises(InputError, match=message):

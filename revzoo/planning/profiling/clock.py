@@ -49,7 +49,7 @@ def make_clock(device: torch.device, *, elapsed: bool = False) -> Clock:
 
     Args:
         device: what is timed runs there.
-        elapsed: on a CPU, measure the time that passes: where a second thread works beside the calling one.
+        elapsed: on a CPU, measure the time that passes: where a second thread works at the same time.
     """
     if device.type != "cuda":
         is_own = device.type == "cpu" and not elapsed
@@ -90,7 +90,7 @@ def find_median(samples: Sequence[float]) -> Median:
 
 
 def combine_spreads(medians: Sequence[Median]) -> float:
-    """Return the spread of several medians together: that of each counts for as much as it takes."""
+    """Return the spread of several medians together: the mean of their spreads, weighted by seconds."""
     seconds = sum(median.seconds for median in medians)
     return sum(median.seconds * median.spread for median in medians) / seconds if seconds > 0 else 0.0
 

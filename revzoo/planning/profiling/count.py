@@ -25,7 +25,7 @@ from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import LookaheadOption
 from revzoo.runtime.mode import MODES, Mode
 
-_FEW_FLOPS = 4 * 10**9  # a CPU runs a step of so many in less time than Python takes for the same step in FakeTensors
+_FEW_FLOPS = 4 * 10**9  # a CPU runs a step of this many in less time than Python takes for the same step in FakeTensors
 _FEW_BYTES = 2**28  # small enough to allocate without asking
 _ALTERNATING = ((Mode.INVERT, Mode.RECOMPUTE), (Mode.RECOMPUTE, Mode.INVERT))
 
@@ -47,7 +47,7 @@ def count(
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         other_bytes: other memory that is alive during the whole training step, such as optimizer state and averaged weights.
-        update_bytes: what the optimizer's update takes beside gradients and all that.
+        update_bytes: what the optimizer's update takes besides gradients and all of the above.
     Raises:
         InputError: not a model that can be planned, compiled steps, an unusable batch, or no parameter with a gradient.
     """

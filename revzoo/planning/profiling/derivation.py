@@ -193,8 +193,8 @@ def _kept_outputs(inverted: Trace) -> list[Storages]:
 def _states_in_rests(recomputed: Trace) -> Iterator[tuple[int, ...]]:
     """Yield for every unit the states among its inputs that are kept until backward by what follows, where units recompute.
 
-    Recomputed steps keep what is in front of them: the last state of a list of blocks is kept by what the network computes
-    behind it, if at all.
+    Recomputed steps keep the states before them. The last state of a list of blocks is kept, if at all, by what the network
+    computes after the list.
     """
     waiting, numbers = recomputed.alive(recomputed.backward_start).keys(), recomputed.number_states()
     for inputs in recomputed.inputs:

@@ -26,7 +26,7 @@ PlannableModel = Model | ReversibleChain | LayerChain
 def read_layout(model: nn.Module) -> list[LayoutEntry]:
     """Return the layout of a model that can be planned. Layers that a chain of layers only ever stores are nodes.
 
-    Of a network with reversible blocks: what it computes before them, the steps of every list, and what it computes behind.
+    For a network with reversible blocks: what it computes before them, the steps of every list, and what it computes after.
 
     Raises:
         InputError: no `revzoo.Model`, `ReversibleChain`, `LayerChain` or network that `reversible_` changed; a chain of layers
@@ -143,7 +143,7 @@ class StepHooks:
             self._listener.begin_forward(0, self._listener.identify(()), self._listener.identify(()))
 
     def end_forward(self, outputs: Any) -> None:
-        """Wait for the first gradient of what a network has returned, as that of what it computes behind its blocks."""
+        """Take the first gradient of a network's outputs as the beginning of backward of what it computes after its blocks."""
         self._await_gradient(self._count - 1, outputs, only=self._rests)
 
     def enter_backward(self) -> None:

@@ -35,7 +35,7 @@ class Profile:
         model_bytes: weights and buffers, which are on the device already.
         other_bytes: optimizer state, and whatever else was given as alive during the whole training step.
         notes: remarks for the reader, such as why nothing was run.
-        update_bytes: what the optimizer's update takes, beside gradients and all that.
+        update_bytes: what the optimizer's update takes, besides gradients and all of the above.
         workspace_bytes: of a CUDA device's kernels, at the smallest peak. They are part of the problem's fixed bytes.
     """
 
@@ -124,13 +124,13 @@ def profile(
 
 
 def _measure_workspace(model: nn.Module, batch: Any, memory: Problem, loss: LossFunction | None) -> tuple[int, list[str]]:
-    """Return what kernels take at the smallest peak beside what is counted, and notes about it."""
+    """Return what kernels take at the smallest peak besides what is counted, and notes about it."""
     problem = replace(memory, update_bytes=0)  # no update is run
     smallest, modes = minimize_peak(problem)
     try:
         workspace = measure_workspace(model, batch, modes, smallest - problem.fixed_bytes, loss)
     except MemoryError:
-        return 0, ["What kernels take beside what is counted is not known: no training step fits the memory."]
+        return 0, ["What kernels take besides what is counted is not known: no training step fits the memory."]
     if not workspace:
         return 0, []
     return workspace, [f"{format_bytes(workspace)} of every peak are workspaces of kernels on this device, as measured."]

@@ -3,7 +3,7 @@
 Whole training steps are run, each with another random mix of modes, and the time is noted whenever a unit begins its forward or
 its backward. A unit is thus timed in its place, with the caches and the allocator as training has them. Units that do the same
 work share their samples, and the median of the samples in a mode is the time of that mode. A mode that runs again all that
-another one does takes no less: medians in which it does are averaged.
+another one runs again cannot take less time: where the medians say so, they are averaged.
 """
 
 import random
@@ -93,8 +93,8 @@ def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: in
         allowance: limit for the peak of each step that is run [bytes].
         loss: computes the loss from what the model returns; None is a sum.
     Raises:
-        MemoryError: no training step in which a few units have other modes than at the smallest peak fits the allowance, or
-            one ran out of memory.
+        MemoryError: the allowance is too small even for the schedule of the smallest peak with a few units in other modes, or a
+            training step ran out of memory.
     """
     entries = list_units(model)
     groups = [_work_key(entry, unit) for entry, unit in zip(entries, problem.units, strict=True)]

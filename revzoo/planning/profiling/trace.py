@@ -80,7 +80,7 @@ class Trace:
     fixed: Storages = frozenset()
     loss_end: int = 0
     backward_start: int = 0
-    _snapshots: list[dict[int, int]] = field(default_factory=list, repr=False)  # what is alive, every so many positions
+    _snapshots: list[dict[int, int]] = field(default_factory=list, repr=False)  # what is alive, at regular positions
 
     def phases(self, phase: str) -> Iterator[tuple[int, int, int, int]]:
         """Yield unit, first and last position in the log, and FLOPs of all "forward" or all "backward" phases."""
@@ -204,7 +204,7 @@ class _Recorder:
         self._trace.marks.append(Mark(phase, unit, self._live.now(), flops))
 
     def note_inversion(self, module: nn.Module) -> None:
-        """Let the backward of an inverted unit begin when the one behind it has been undone: that belongs to the latter."""
+        """Begin a unit's backward only when the unit after it has been undone, which belongs to the backward of that one."""
         unit, mark = self._owners.get(id(module)), self._trace.marks[-1]
         if unit is not None and mark.phase == "backward" and unit > mark.unit:
             del self._trace.marks[-1]

@@ -80,15 +80,17 @@ class Division:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What the rank with the largest shards holds beside activations; with `offload`, all but the last and buffers on the host.
+    """What the rank with the largest shards holds besides activations.
+
+    With `offload`, all but `buffers` and `gathered` is on the host.
 
     Args:
         weights: shards of all parameters.
         gradients: shards of the gradients, as after backward.
         buffers: all buffers; they are not divided.
         optimizer: state and update of the optimizer, of its shards.
-        gathered: the most that whole parameters take at once: those of a unit and of the one that is fetched beside it, and of
-            the root.
+        gathered: the most that whole parameters take at once: those of a unit, of the one that is fetched meanwhile, and of the
+            root.
     """
 
     weights: int

@@ -34,7 +34,7 @@ class RankPlan:
     Args:
         plan: schedule and peak of the rank with the largest shards.
         division: of the ranks.
-        held: what that rank holds beside activations.
+        held: what that rank holds besides activations.
         collectives: of a training step with the plan, by kind.
         collectives_of_modes: the same with everything in one mode.
     """
@@ -126,7 +126,7 @@ def count_rank_peak(
 
 
 def _count_beside(held: RankBytes, division: Division) -> int:
-    """Return what a rank holds beside the tensors of its training step: the optimizer's state, and DDP's buckets.
+    """Return what a rank holds besides the tensors of its training step: the optimizer's state, and DDP's buckets.
 
     Shards on the host are among those tensors, and are taken off.
     """

@@ -51,7 +51,7 @@ def solve_knapsack(problem: Problem, budget: int, baseline: Baseline = "peak") -
 
 
 def _add_up(problem: Problem, steps: Sequence[int], inverted: Sequence[Edge]) -> Problem:
-    """Return the problem in which a stored step takes what it keeps, an inverted one nothing, and nothing else counts."""
+    """Return a problem where stored steps take what they keep, inverted ones take nothing, and nothing else counts."""
     units = []
     for k in steps:
         unit = problem.units[k]

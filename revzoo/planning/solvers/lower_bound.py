@@ -5,9 +5,8 @@ A convex function below h is known by its tangents: for each of a few hundred sl
 such schedules. Going over an edge adds its cost and s times its bytes, several edges into one search state take the minimum,
 and both are exact. An edge that needs d bytes is open to at most m = budget - d bytes: what costs c + s m beyond that is
 replaced by the value at this m. So one pass over the search states yields all tangents, and further passes have more slopes
-beside those that turned out to matter. It is the dual of the linear relaxation
-of the problem; of a chain of hundreds of units it is some millionths below the optimum, of two kinds of
-units some thousandths.
+near those that turned out to matter. The bound is the dual of the linear relaxation of the problem. For a chain of hundreds of
+units it is some millionths below the optimum, for one with two kinds of units some thousandths.
 
 Source: the multiple-choice knapsack's linear relaxation, as in Sinha and Zoltners, Operations Research 1979, with a capacity
 for every prefix.
@@ -24,9 +23,9 @@ from revzoo.planning.solvers.problem import Option, Problem, Unit
 from revzoo.planning.solvers.schedule import Edge, Place, loss_need_bytes
 from revzoo.planning.solvers.search_states import Layer
 
-_SLOPES = 256  # of each of two kinds: those of the units' own modes, and a geometric grid beside them
+_SLOPES = 256  # of each of two kinds: those of the units' own modes, and a geometric grid
 _BEYOND = 16  # the grid reaches this factor further, for modes that also change what other units keep
-_ROUNDS = 4  # of slopes beside those that the bound comes from
+_ROUNDS = 4  # of slopes near those that the bound comes from
 _BESIDE = 33  # new slopes from one neighbour of such a slope to the other
 _ROUNDING = 1e-9  # of the numbers that are added: far above the errors of a sum of thousands
 
@@ -69,7 +68,7 @@ class LowerBound:
         return max(0.0, bound * (1 - _ROUNDING))
 
     def _list_ends(self) -> Iterator[tuple[float, int, Place]]:
-        """Yield the bound on all schedules that end in a search state, the slope of which it is, and the search state."""
+        """Yield for each last search state the bound on the schedules that end there, the slope that gives it, and itself."""
         for place, need in self._needs.items():
             cut = self._slopes * (self._room - need)
             bounds = self._tangents[-1][place] - cut * (1 + _ROUNDING)
@@ -77,7 +76,7 @@ class LowerBound:
             yield float(bounds[best]), best, place
 
     def _refine_slopes(self) -> _Floats:
-        """Return the slopes, with more of them beside those that the bound on all schedules comes from."""
+        """Return the slopes, with more of them near those that the bound on all schedules comes from."""
         ends = list(self._list_ends())
         if not ends:
             return self._slopes
@@ -99,7 +98,7 @@ class LowerBound:
         return np.unique(np.concatenate([self._slopes, *(np.linspace(low, high, _BESIDE) for low, high in borders)]))
 
     def _extend(self, tangents: _Floats, edge: Edge) -> tuple[_Floats, int]:
-        """Return the tangents behind an edge, and the steepest one where the function ends."""
+        """Return the tangents after an edge, and the steepest one where the function ends."""
         found, steepest = self._restrict(tangents, self._room - edge.need_bytes)
         found += edge.cost + self._slopes * edge.kept_bytes
         return found, steepest
@@ -122,7 +121,7 @@ class LowerBound:
             sizes, costs: of the partial solutions.
         """
         tangents, slopes, room = self._tangents[k][place], self._slopes, self._room - sizes
-        # Two neighbouring tangents meet at so many bytes, which fall as slopes rise. Any tangent is a bound; this is the best.
+        # Where two neighbouring tangents meet, in bytes: this falls as slopes rise. Any tangent is a bound; this is the best.
         meetings = np.minimum.accumulate(np.diff(tangents) / np.diff(slopes))
         best = len(meetings) - np.searchsorted(meetings[::-1], room)
         cut = slopes[best] * room

@@ -13,14 +13,14 @@ can therefore be dropped for good (Nemhauser & Ullmann 1969), and so can one tha
 kept before it. What remains before the first unit are whole schedules.
 
 Where there are too many pairs, a lower bound on the cost of the preceding units (`lower_bound.py`) narrows the search. It then
-looks for schedules that cost a little more than the bound on all of them, and drops every pair that none of these ends in. What
-it finds is the same schedule that the whole search would find. If it finds none, it goes on with a higher cost. A thousand
-different steps leave some millions of pairs. If there are still too many, only the lightest of each interval of costs is kept,
-and the possible loss is reported as the gap.
+looks only for schedules that cost at most a little more than the bound on all schedules, and drops every pair that no such
+schedule ends in. If there is one, it is the schedule that the whole search would find. If not, the search allows a higher cost.
+A thousand different steps leave some millions of pairs. If there are still too many, only the lightest of each interval of
+costs is kept, and the possible loss is reported as the gap.
 
-What units leave until forward ends is a second prefix sum, which the pairs do not have. The search first takes it for nothing;
-a schedule that is found so and fits is the cheapest. Otherwise what is left counts as kept, which is too much during backward,
-and the gap says how much cheaper the first one was.
+What units leave until forward ends is a second prefix sum, which the pairs do not have. The search first counts it as nothing:
+if the schedule that this gives fits after all, it is the cheapest. Otherwise what is left counts as kept, which is too much
+during backward, and the gap says how much cheaper the first schedule was.
 
 Known inefficiencies: the number of partial solutions is exponential at worst, where costs and bytes are such that the bound
 does not tell them apart. Search states with different tensors are kept apart even where one is never better than
@@ -96,7 +96,7 @@ def find_schedule(problem: Problem, budget: int) -> Schedule | None:
 
 
 def _keep_what_is_left(problem: Problem) -> Problem:
-    """Return the problem in which units keep until their backward what they leave until forward ends."""
+    """Return a problem whose units keep until their backward what they really leave only until forward ends."""
 
     def keep(option: Option) -> Option:
         return replace(option, kept_bytes=option.kept_bytes + option.left_bytes, left_bytes=0)
@@ -230,7 +230,7 @@ def _search(
 
 
 def _thin(partials: _Partials, most: int) -> _Partials:
-    """Return at most so many partial solutions: of each interval of costs the lightest."""
+    """Return at most this many partial solutions: of each interval of costs the lightest."""
     if partials.shape[1] <= most:
         return partials
     costs = partials[_COST]
