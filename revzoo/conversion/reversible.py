@@ -174,7 +174,7 @@ def reversible_(
 
 
 def _make_step(block: nn.Module, chain: BlockChain, index: int, branches: Branches | None) -> BlockStep:
-    """Return what stands in place of a block: its step, or the first of its two."""
+    """Return the replacement of a block: its step, or the first of its two."""
     if branches is None:
         return BlockStep(block, chain, index)
     first, second = branches
@@ -263,7 +263,7 @@ def _require_residual_maps(surveys: dict[str, BlockSurvey]) -> None:
 
 @contextmanager
 def _all_or_nothing(steps: Sequence[BlockStep]) -> Iterator[None]:
-    """Have steps stand in place of their blocks; if something fails, give all of them back what they had."""
+    """Put steps in place of their blocks; if something fails, give all blocks back what they had."""
     for step in steps:
         step.install()
     try:

@@ -1,9 +1,10 @@
 """The two residual branches of a block: which submodules compute them, and whether one can run without the other.
 
-A block is split into x + first(x) and y + second(y) by running its own code with the other branch silenced. Whether that is the
-block is tested on a copy of it, in evaluation and in training, with the arguments of a batch: for a random state and random
-parameters, the two must return what the block returns, and set the attributes that it sets. Random, since biases and scales
-that happen to be zero would hide a difference that shows later. In both runs every function draws the same random numbers.
+A block is split into x + first(x) and y + second(y) by running its own code with the other branch silenced: its submodules
+return zeros instead of running. A copy of the block is then tested with the arguments of a batch, in evaluation and in
+training: the two steps must return what the block returns, and set the attributes that it sets. State and parameters are
+random, since biases and scales that happen to be zero would hide a difference. In both runs every function draws the same
+random numbers.
 """
 
 import copy
@@ -188,8 +189,8 @@ class _Trial:
             self._require_same_rest(attributes, self._read_attributes(), "sets as an attribute")
         if unknown := [path for path in rest if all(path in branch.silent for branch in branches)]:
             raise ConversionError(
-                f"{unknown[0]} of {self._name} does nothing on this batch, so it is not known to which of the two steps it "
-                f"belongs. {_USUAL}"
+                f"{unknown[0]} of {self._name} does nothing on this batch, so it may belong to either of the two steps. "
+                f"{_USUAL}"
             )
         return branches
 

@@ -19,8 +19,8 @@ def create_trained(source: str | Path, device: torch.device | str = "cpu", check
     """Create a model with its weights, in eval mode.
 
     Args:
-        source: folder of a run, of `revzoo convert` or `save_pretrained`, a model of the hub, a model whose weights ship, or a
-            safetensors file that training or one of these has written, which holds the spec.
+        source: folder of a run, of `revzoo convert` or `save_pretrained`; a model of the hub; a model whose weights ship; or a
+            safetensors file that one of these has written, since it holds the spec.
         device: of the parameters.
         checkpoint: file of other weights for it.
     Raises:

@@ -109,8 +109,8 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
     """Evaluate a checkpoint that training has saved, on the test data of its recipe.
 
     Args:
-        path: folder of a run, whose best weights are evaluated; a checkpoint, which holds its spec and recipe; or a folder that
-            `revzoo convert` or `save_pretrained` wrote, whose data the overrides name.
+        path: folder of a run (its best weights are evaluated); a checkpoint, which holds its spec and recipe; or a folder that
+            `revzoo convert` or `save_pretrained` wrote (the overrides name the data).
         overrides: changes to `data` and `train.mixed_precision` of the recipe, such as `data.root=/elsewhere`.
 
     Raises:

@@ -98,7 +98,7 @@ def _expand_model_name(tree: YamlNode) -> YamlNode:
 
 
 def _point_to_model(problem: SpecProblem) -> SpecProblem:
-    """Return the problem of a setting of the model, which stands at the top of the recipe, with where it belongs."""
+    """Return a problem; if it is a setting of the model at the top of the recipe, the problem now says where it belongs."""
     key = problem.path.partition(".")[0]
     if key in {f.name for f in fields(Recipe)} or not (key in TIMM or key in {f.name for f in fields(Spec)}):
         return problem

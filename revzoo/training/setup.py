@@ -153,7 +153,7 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
     Raises:
         SpecError: recipe, spec and data contradict one another.
         DataError: the data cannot be used.
-        InputError: the processes have been given different things, or a resumed run's batch cannot be shared by so many.
+        InputError: the processes have been given different things, or cannot share a resumed run's batch.
         CheckpointError: a resumed run has no usable state.
     """
     options, model_options, run_folder = recipe.train, recipe.model, RunFolder(folder)
