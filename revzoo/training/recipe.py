@@ -102,7 +102,7 @@ def _point_to_model(problem: SpecProblem) -> SpecProblem:
     key = problem.path.partition(".")[0]
     if key in {f.name for f in fields(Recipe)} or not (key in TIMM or key in {f.name for f in fields(Spec)}):
         return problem
-    return replace(problem, hint=f" Of the model it is set by model.overrides=[{problem.path}=...].")
+    return replace(problem, hint=f" For the model, set it by model.overrides=[{problem.path}=...].")
 
 
 def _absolute_if_folder(name: str) -> str:
