@@ -214,8 +214,8 @@ def _watch_gradients(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(z, "is_passed_by", False) and (func in _OBSERVERS or func is torch.autograd.grad):
                 raise RecoveryError(
-                    "The gradient of the output of a BatchNorm was asked for after the activation after it: an in-place ABN "
-                    "does not compute it. Call z.retain_grad() or z.register_hook() before the activation; then z is ordinary."
+                    "The gradient of a BatchNorm's output was asked for after the activation had run: an in-place ABN does "
+                    "not compute it. Call z.retain_grad() or z.register_hook() before the activation; then z is ordinary."
                 )
             z.origin = None
 

@@ -157,7 +157,7 @@ def _make_batch(model: nn.Module) -> Any:
     size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
     if size is None:
         raise InputError(
-            "What comes after a BatchNorm is found by running the model, and this one does not say the size of its input. "
+            "The model is run to find what comes after each BatchNorm, and this one does not say the size of its input. "
             "Received: no batch. Use inplace_abn_(model, batch)."
         )
     reference = next(model.parameters())

@@ -221,9 +221,7 @@ class _Trial:
 
     def _require_same_rest(self, whole: Sequence[Tensor], split: Sequence[Tensor], what: str) -> None:
         if len(whole) != len(split) or not all(map(_is_alike, whole, split)):
-            raise ConversionError(
-                f"{self._name} {what} a tensor that is another one when its two branches run in two steps. {_USUAL}"
-            )
+            raise ConversionError(f"{self._name} {what} a tensor that changes when its two branches run in two steps. {_USUAL}")
 
     def _make_branch(self, parts: tuple[str, ...], other: tuple[str, ...], returns: Mapping[str, Any]) -> Branch:
         """Return the branch that is left when the parts of the other one are silenced."""

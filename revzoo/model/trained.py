@@ -44,7 +44,7 @@ def _create_from_file(file: Path, device: torch.device | str) -> Model:
     read_tensors(file)  # reports a damaged file
     text = read_metadata(file).get("revzoo.spec")
     if text is None:
-        raise CheckpointError(f"{file} does not say of which network it is. Name the folder of a run, which has a spec.yaml.")
+        raise CheckpointError(f"{file} does not say which network it is for. Name the folder of a run, which has a spec.yaml.")
     with TemporaryDirectory() as folder:
         spec = Path(folder) / "spec.yaml"
         spec.write_text(text, encoding="utf-8")

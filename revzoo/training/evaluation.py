@@ -232,8 +232,8 @@ def _evaluate_on(recipe: Recipe, model: Model, accelerator: Accelerator, trained
     known = model.class_names
     if known is None and data.class_names is not None and model.num_outputs != needed:
         raise InputError(
-            f"{model.spec.name} has {model.num_outputs} outputs without names, and the data {needed} classes, whose order is "
-            f"another one. Fine-tune it first: revzoo train finetune model=DIR {quote(f'data.root={recipe.data.root}')}."
+            f"{model.spec.name} has {model.num_outputs} outputs without names, and the data have {needed} classes, in another "
+            f"order. Fine-tune it first: revzoo train finetune model=DIR {quote(f'data.root={recipe.data.root}')}."
         )
     if known is not None and data.class_names is not None and data.class_names != list(known):
         raise InputError(

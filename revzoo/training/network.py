@@ -87,8 +87,8 @@ def _renew_head(model: Model, options: ModelOptions, spec: Spec, is_open: bool, 
         before, now = join_names(known, most=4), join_names(names, most=4)
         if any(map(is_sharded, model.parameters())):
             raise InputError(
-                f"As many classes as the weights are for, and others, need a new head, which is made in one process. Received: "
-                f"{now}; the weights are for {before}. Use train.shard=none."
+                f"The weights are for as many classes, but others, so they need a new head, which is made in one process. "
+                f"Received: {now}; the weights are for {before}. Use train.shard=none."
             )
         model.reset_head(model.num_outputs)
         return [f"the head is new, with random weights: its classes are {now}, and were {before}"]

@@ -235,8 +235,8 @@ def share_batch(whole: int, processes: int, recipe: Recipe) -> int:
         possible = [str(number) for number in range(1, whole + 1) if parts % number == 0]
         pairs = f", {parts} pairs for mixup" if recipe.mixup else ""
         raise InputError(
-            f"A batch of this run has {whole} examples{pairs}, as it was started, which {processes} "
-            f"processes cannot share equally. Resume it with {join_names(possible, most=8)} processes."
+            f"A batch of this run has {whole} examples{pairs}, as it was started; {processes} processes cannot share it "
+            f"equally. Resume it with {join_names(possible, most=8)} processes."
         )
     return whole // processes
 
