@@ -45,7 +45,7 @@ def describe_performance() -> Iterator[str]:
 
 
 def describe_modes(results: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of the modes beside checkpointing."""
+    """Yield the table of the modes and of checkpointing."""
     yield "Measured with `python benchmarks/runtime.py`:"
     yield ""
     yield "| chain | | peak activation memory [streams] | FLOPs | time on 2 CPU cores |"
@@ -68,8 +68,8 @@ def describe_modes(results: dict[str, Any]) -> Iterator[str]:
 
 
 def describe_lookahead(results: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of look-ahead beside recovering step by step."""
-    yield from wrap("Steps recovered one by one and beside the gradient, measured with `python benchmarks/lookahead.py`:")
+    """Yield the table of look-ahead and of recovering step by step."""
+    yield from wrap("Steps recovered one by one and during the gradient, measured with `python benchmarks/lookahead.py`:")
     yield ""
     yield "| chain | | peak activation memory [streams] | time, 1 thread in each operation | 2 threads |"
     yield "|---|---|---|---|---|"
@@ -147,7 +147,7 @@ def describe_reversible() -> Iterator[str]:
         if part in results:
             yield from describe(results[part])
             yield ""
-    yield "![Networks made reversible in place, beside checkpointing](../benchmarks/results/cpu/finetune_llm.png)"
+    yield "![Networks made reversible in place, compared with checkpointing](../benchmarks/results/cpu/finetune_llm.png)"
 
 
 def describe_reversible_memory(part: dict[str, Any]) -> Iterator[str]:
@@ -164,9 +164,9 @@ def describe_reversible_memory(part: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from wrap(
         "Bytes that a training step keeps because of its blocks / its peak without weights and their gradients, relative to "
-        "gradient checkpointing of every block. Split blocks keep the bits of twice as many steps, which with 8 bits and at "
-        "these depths outweighs that backward has the inside of half a block at once. Bytes are counted, on any machine "
-        "(`python benchmarks/finetune_llm.py --only memory`)."
+        "gradient checkpointing of every block. Split blocks keep the bits of twice as many steps. With 8 bits and at "
+        "these depths this is more than backward saves by holding the inside of half a block at a time. Bytes are counted, on "
+        "any machine (`python benchmarks/finetune_llm.py --only memory`)."
     )
 
 
@@ -183,7 +183,7 @@ def describe_reversible_time(part: dict[str, Any]) -> Iterator[str]:
         "CPU time and FLOPs of a step relative to checkpointing; times are the median of "
         f"{part['rows'][0]['rounds']} rounds on {describe_machine(part)} (`--only time`). Checkpointing ends the second run of "
         "a block at its last product, whose output backward does not need; inversion needs it to get the state before. The "
-        "rest of the difference is arithmetic on the grid and the tripwire."
+        "rest of the difference is arithmetic on the grid, and the comparison of rebuilt states with those of forward."
     )
 
 
@@ -200,7 +200,7 @@ def describe_reversible_similarity(part: dict[str, Any]) -> Iterator[str]:
     eight = [row for row in part["rows"] if row["method"] == "8 bits"]
     yield from wrap(
         "Sentence embeddings of MiniLM (all-MiniLM-L6-v2, 6 blocks) before and after, without training, on "
-        f"{' / '.join(str(row['passages']) for row in eight)} padded passages of English prose of at most so many tokens: "
+        f"{' / '.join(str(row['passages']) for row in eight)} padded passages of English prose of at most that many tokens: "
         "their cosine, mean and least, and how many keep their nearest neighbour. The last column is the ordinary network in "
         "bfloat16 autocast. With 8 bits, passages with another neighbour were nearly as close to it before: the difference of "
         f"the cosines was at most {max(row['margin'] for row in eight):.4f} (`--only similarity`)."

@@ -1,4 +1,4 @@
-"""The part names that a spec may use, each with the class or function behind it.
+"""The part names that a spec may use, each with its class or function.
 
 A registered class or function takes the context it is built in as its first positional parameter (couplings and inits
 take none), and what a spec may set as keyword-only parameters. A spec can reach nothing else.

@@ -1,4 +1,4 @@
-"""Write the folder of a model: its spec.yaml, its weights, in one file or in several with an index, and its tokenizer.
+"""Write the folder of a model: spec.yaml, the tokenizer, and the weights (in one file, or in several with an index).
 
 `revzoo.create` reads it. Converted networks are in folders of this kind, too.
 """

@@ -25,7 +25,7 @@ def get_own_part(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_whole_(tensor: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into a tensor, of which this process takes its slice; dtype and device may differ.
+    """Copy a whole tensor into one that may be sharded: this process copies its slice. Dtype and device may differ.
 
     Of a `whole` that is mapped from a file, only the slice is read.
     """

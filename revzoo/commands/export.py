@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Export, and print what was written."""
     if arguments.onnx is None and arguments.out is None:
         raise InputError(
-            "Name the file to write: --onnx network.onnx, or of what revzoo convert has converted --out back.safetensors."
+            "Name the file to write: --onnx network.onnx, or --out back.safetensors for a network that revzoo convert wrote."
         )
     if arguments.out is not None:
         from revzoo.conversion.export import export

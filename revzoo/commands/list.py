@@ -21,7 +21,7 @@ def declare(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the names that match, and with --long what was measured of the models that ship."""
+    """Print the names that match; with --long also what was measured for them."""
     from revzoo.spec import list_models
 
     if arguments.recipes:
@@ -59,7 +59,7 @@ def _list_recipes(arguments: argparse.Namespace) -> int:
 
 
 def _read_first_sentence(file: Path) -> str:
-    """Return the first sentence of the comment with which a file begins; nothing where there is none."""
+    """Return the first sentence of the comment at the top of a file; nothing if there is no comment."""
     lines = takewhile(lambda line: re.match("# *[^ ]", line), file.read_text(encoding="utf-8").splitlines())
     comment = " ".join(line.lstrip("# ") for line in lines)
     return re.split(r"(?<=\.) (?=[A-Z])", comment)[0]

@@ -32,7 +32,7 @@ def declare(parser: Parser) -> None:
         help="images and folders of images; or tables of texts and text files, a text in each line",
     )
     declare_import(parser)
-    parser.add_argument("--top", type=positive_count, default=5, metavar="N", help="classes of each (default: 5)")
+    parser.add_argument("--top", type=positive_count, default=5, metavar="N", help="classes to print for each (default: 5)")
     parser.add_argument("--batch", type=positive_count, default=32, metavar="N", help="computed together (default: 32)")
     parser.add_argument("--device", metavar="D", help="where to run (default: cuda if available, else cpu)")
     parser.add_argument("--column", metavar="NAME", help="column of the texts in tables (default: text)")

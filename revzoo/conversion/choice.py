@@ -36,8 +36,8 @@ class CouplingChoice:
         """Return the coupling as a spec has it.
 
         Args:
-            residual: True if f is a branch, to which the coupling adds the current state; False if f contains its residual
-                itself (sub-blocks of post-norm transformers, blocks of a ResNet).
+            residual: True if f is a branch, so the coupling adds the current state; False if f contains its own residual
+                (sub-blocks of post-norm transformers, blocks of a ResNet).
         """
         if self.is_additive:
             return {"type": "additive"}

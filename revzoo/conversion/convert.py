@@ -77,12 +77,12 @@ def convert(
         out: folder to write, new or empty: spec.yaml, model.safetensors, report.json, report.txt.
         strict: refuse missing and extra tensors; if False, missing ones are initialised at random, and extra ones
             are dropped.
-        num_outputs: number of classes of the head, of which what the file has not is initialised at random. A text encoder
+        num_outputs: number of classes of the head; what the file lacks is initialised at random. A text encoder
             gets a classifier of texts, unless it is one of tokens. None: the original's own head.
         batch: examples on which both networks are compared; None: random ones.
     Returns: the reversible network in eval mode (`.model`), and a report of what was done.
     Raises:
-        ConversionError: no network has this name, it has something that cannot be converted, or the tensors do not match it.
+        ConversionError: no network has this name, it cannot be converted, or the tensors do not match.
         CheckpointError: the weights cannot be read.
         InputError: another argument has a value that is not allowed.
     """

@@ -72,7 +72,7 @@ def _restore_tensors(folder: Path, rows: Sequence[TensorRow], tensors: Mapping[s
     restored = {key: tensor for key, tensor in read_weights(folder / UNUSED_WEIGHTS).items() if key in unused} if unused else {}
     for row in rows:
         if missing := [key for key in row.ours if key not in tensors]:
-            raise ConversionError(f"The weights are not of the network in {folder}: {join_names(missing)} is missing.")
+            raise ConversionError(f"The weights are not for the network in {folder}: {join_names(missing)} is missing.")
         theirs = _invert_row(row, [tensors[key] for key in row.ours]) if row.ours else ()
         if dtypes and row.original_dtypes:
             theirs = [t.to(getattr(torch, dtype)) for t, dtype in zip(theirs, row.original_dtypes, strict=True)]

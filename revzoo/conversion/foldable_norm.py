@@ -1,9 +1,9 @@
 """BatchNorms that fold into the activation after them, whatever code lies between.
 
 In an ordinary network BatchNorm and activation are two modules, and the end of a residual block adds a shortcut between them. A
-foldable BatchNorm computes what it always did, and returns it as a `NormalisedTensor`, which remembers where it is from. When
-leaky ReLU or ELU is applied to it, or to its sum with one other tensor, the result is computed by an in-place ABN
-(`revzoo/inplace_abn`), and x is not kept. Anything else that happens to it is ordinary autograd.
+foldable BatchNorm computes what it always did, but returns a `NormalisedTensor`, which remembers its BatchNorm. When leaky ReLU
+or ELU is applied to this tensor, or to its sum with one other tensor, an in-place ABN (`revzoo/inplace_abn`) computes the
+result, and x is not kept. Any other use of the tensor is ordinary autograd.
 
     z = norm(x)              the ordinary graph: keeps x
     z += shortcut            the ordinary graph, and z remembers the shortcut
@@ -30,7 +30,7 @@ from revzoo.inplace_abn.function import Normalised, activate, can_keep_output, n
 
 # Functions that keep their input for backward, or come before one that does: the squeeze before an excitation.
 _KEEPERS = (F.conv2d, Tensor.__mul__, Tensor.mul, torch.mul, Tensor.mean, torch.mean, F.adaptive_avg_pool2d)
-# What they ask of a tensor, or let be done to it, an in-place ABN in its place would not do or not see.
+# An in-place ABN in the place of the tensor would not do, or not see, what these functions ask for.
 _OBSERVERS = (Tensor.register_hook, Tensor.retain_grad)
 _FOLD_PREVENTERS = (*_OBSERVERS, cast(Any, Tensor.data).__get__)
 _ADDITIONS_IN_PLACE = (Tensor.__iadd__, Tensor.add_)
@@ -100,7 +100,7 @@ class NormalisedFakeTensor(NormalisedTensor, FakeTensor):
 
 
 class FoldableBatchNorm2d(nn.BatchNorm2d):
-    """`nn.BatchNorm2d` whose input is not kept where its output can be rebuilt from that of the activation after it."""
+    """`nn.BatchNorm2d` that keeps no input where its output can be rebuilt from the output of the next activation."""
 
     def forward(self, input: Tensor) -> Tensor:
         _refuse_tracing(self, input)
@@ -214,8 +214,8 @@ def _watch_gradients(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(z, "is_passed_by", False) and (func in _OBSERVERS or func is torch.autograd.grad):
                 raise RecoveryError(
-                    "The gradient of the output of a BatchNorm was asked for after the activation after it: an in-place ABN "
-                    "does not compute it. Call z.retain_grad() or z.register_hook() before the activation; then z is ordinary."
+                    "The gradient of a BatchNorm's output was asked for after the activation had run: an in-place ABN does "
+                    "not compute it. Call z.retain_grad() or z.register_hook() before the activation; then z is ordinary."
                 )
             z.origin = None
 

@@ -107,7 +107,7 @@ def inplace_abn_(model: nn.Module, batch: Any = None, *, relu_slope: float | Non
         model: any module with `nn.BatchNorm2d` or timm's `BatchNormAct2d`, before it is compiled. If it is in training mode,
             BatchNorms in eval mode (frozen) are left.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments. One training step is run
-            on it, of which no trace remains. None: random images of the size that a model of timm or revzoo says.
+            on it and leaves no trace. None: random images of the size that a model of timm or revzoo says.
         relu_slope: > 0, for example 0.01. None: networks with ReLU keep what they kept.
     Raises:
         InputError: a compiled model, a second call, no batch and no size, a slope <= 0, or nothing that can be folded.
@@ -157,7 +157,7 @@ def _make_batch(model: nn.Module) -> Any:
     size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
     if size is None:
         raise InputError(
-            "What comes after a BatchNorm is found by running the model, and this one does not say the size of its input. "
+            "The model is run to find what comes after each BatchNorm, and this one does not say the size of its input. "
             "Received: no batch. Use inplace_abn_(model, batch)."
         )
     reference = next(model.parameters())

@@ -174,7 +174,7 @@ def reversible_(
 
 
 def _make_step(block: nn.Module, chain: BlockChain, index: int, branches: Branches | None) -> BlockStep:
-    """Return what stands in place of a block: its step, or the first of its two."""
+    """Return the replacement of a block: its step, or the first of its two."""
     if branches is None:
         return BlockStep(block, chain, index)
     first, second = branches
@@ -245,7 +245,7 @@ def _require_split(split: Any, batch: Any) -> None:
         )
     if batch is None:
         raise InputError(
-            "split runs the branches of a block one by one; whether the two are the block is seen on a batch. Received: none. "
+            "split runs the branches of a block one by one, and needs a batch to check them against the block. Received: none. "
             f"Give one: reversible_(model, batch=batch, split={split!r})."
         )
 
@@ -255,15 +255,15 @@ def _require_residual_maps(surveys: dict[str, BlockSurvey]) -> None:
         for name, share in survey.shares.items():
             if share.is_missing:
                 raise ConversionError(
-                    f"{name} is no residual map: what it returns is {share.factor:.2f} times what it is given, and a rest that "
-                    "has nothing to do with it. A chain adds 2^-kept_bits of its input to what the block returns, which the "
-                    "next block would not understand. Name another list."
+                    f"{name} is no residual map: it returns {share.factor:.2f} times its input, and a rest unrelated "
+                    "to it. A chain adds 2^-kept_bits of the input to what the block returns, and the next block would not "
+                    "understand the sum. Name another list."
                 )
 
 
 @contextmanager
 def _all_or_nothing(steps: Sequence[BlockStep]) -> Iterator[None]:
-    """Have steps stand in place of their blocks; if something fails, give all of them back what they had."""
+    """Put steps in place of their blocks; if something fails, give all blocks back what they had."""
     for step in steps:
         step.install()
     try:

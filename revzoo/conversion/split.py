@@ -1,9 +1,10 @@
 """The two residual branches of a block: which submodules compute them, and whether one can run without the other.
 
-A block is split into x + first(x) and y + second(y) by running its own code with the other branch silenced. Whether that is the
-block is tested on a copy of it, in evaluation and in training, with the arguments of a batch: for a random state and random
-parameters, the two must return what the block returns, and set the attributes that it sets. Random, since biases and scales
-that happen to be zero would hide a difference that shows later. In both runs every function draws the same random numbers.
+A block is split into x + first(x) and y + second(y) by running its own code with the other branch silenced: its submodules
+return zeros instead of running. A copy of the block is then tested with the arguments of a batch, in evaluation and in
+training: the two steps must return what the block returns, and set the attributes that it sets. State and parameters are
+random, since biases and scales that happen to be zero would hide a difference. In both runs every function draws the same
+random numbers.
 """
 
 import copy
@@ -188,8 +189,8 @@ class _Trial:
             self._require_same_rest(attributes, self._read_attributes(), "sets as an attribute")
         if unknown := [path for path in rest if all(path in branch.silent for branch in branches)]:
             raise ConversionError(
-                f"{unknown[0]} of {self._name} does nothing on this batch, so it is not known to which of the two steps it "
-                f"belongs. {_USUAL}"
+                f"{unknown[0]} of {self._name} does nothing on this batch, so it may belong to either of the two steps. "
+                f"{_USUAL}"
             )
         return branches
 
@@ -220,9 +221,7 @@ class _Trial:
 
     def _require_same_rest(self, whole: Sequence[Tensor], split: Sequence[Tensor], what: str) -> None:
         if len(whole) != len(split) or not all(map(_is_alike, whole, split)):
-            raise ConversionError(
-                f"{self._name} {what} a tensor that is another one when its two branches run in two steps. {_USUAL}"
-            )
+            raise ConversionError(f"{self._name} {what} a tensor that changes when its two branches run in two steps. {_USUAL}")
 
     def _make_branch(self, parts: tuple[str, ...], other: tuple[str, ...], returns: Mapping[str, Any]) -> Branch:
         """Return the branch that is left when the parts of the other one are silenced."""

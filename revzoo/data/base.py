@@ -1,4 +1,4 @@
-"""Loaders in which every random choice is a function of the seed, the epoch and the example.
+"""Loaders whose random choices are a function of the seed, the epoch and the example.
 
 Order and augmentation never draw from the global random generators. A run that was interrupted and resumed therefore sees
 exactly the batches of an uninterrupted one, with any number of loader processes, and from the middle of an epoch too. The

@@ -139,7 +139,7 @@ def find_classes(folder: Path) -> ClassFolders:
                 raise DataError(f"The name of the class folder {str(path)!a} is not UTF-8. Rename it.")
             files[path.name] = list_images(path, skipped, without=folder)
         elif path.is_symlink() and not path.exists():  # without it the labels of other classes would shift
-            raise DataError(f"{path} is a link to {os.readlink(path)}, which does not exist. Mend or remove it.")
+            raise DataError(f"{path} is a link to {os.readlink(path)}, which does not exist. Correct or remove it.")
         elif _is_image(path, skipped):
             raise DataError(f"There are images directly in {folder}, outside of any class folder. Move or remove them.")
     if not files:

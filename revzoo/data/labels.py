@@ -64,7 +64,7 @@ def number_labels(labels: Sequence[str], names: list[str], source: str) -> list[
 
 
 def describe_missing(numbers: Iterable[SupportsInt], names: list[str], source: str) -> list[str]:
-    """Return a line with the classes of which there is no image, or none."""
+    """Return a line that names the classes without images; no line if there are none."""
     present = set(map(int, numbers))
     missing = [name for number, name in enumerate(names) if number not in present]
     return [f"{source} has no images of {join_names(missing)}"] if missing else []

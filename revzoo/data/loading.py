@@ -29,7 +29,7 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
         root = options.root or ""
         if options.name not in BUNDLED and os.path.isfile(root):
             raise DataError(
-                f"{root} is a file, and data.name={options.name} needs a folder. Texts are trained on by revzoo train texts."
+                f"{root} is a file, and data.name={options.name} needs a folder. For a table of texts use revzoo train texts."
             )
         if options.name not in BUNDLED and not os.path.isdir(root):
             raise DataError(f"There is no folder {root[:300]}.{find_beside(root)} Set data.root to where the data are.")

@@ -45,7 +45,7 @@ class AugmentOptions:
         re_prob: probability that a rectangle of random size is erased (random erasing).
         re_mode: what it is filled with: 0, a random colour, or random pixels.
         re_count: largest number of such rectangles in an image.
-        crop_pct: side of the model's images over that to which images are resized in evaluation, before their middle is cut
+        crop_pct: in evaluation, side of the model's images over the size that images are resized to before their middle is cut
             out; None: that of the starting weights, else 1 for CIFAR and MNIST and 0.875 for others.
         crop_mode: what evaluation does with images of another shape: "center" cuts out the middle, "squash" changes the shape,
             "border" fits them in and fills the rest. None: that of the starting weights, else center.

@@ -129,7 +129,7 @@ def _list_classes(name: str, source: Any) -> list[str] | None:
     names = [] if isinstance(classes, str) else [str(each) for each in classes]
     if len(set(names)) < max(2, len(names)):
         raise DataError(
-            f"A data set of {name} has an attribute `classes`, which lists the names of two or more classes, each of its own. "
+            f"A data set of {name} has an attribute `classes`, which lists the names of two or more classes, all different. "
             f"Received: {classes!r}."
         )
     return names

@@ -40,7 +40,7 @@ def count_required_outputs(spec: Spec, data: Data, name: str) -> int:
     if name == "characters" and not _is_causal(spec):
         raise DataError(
             f"data.name=characters is next-character prediction. Received: {spec.name}, whose attention is not causal: it sees "
-            "the character it is to predict. Use a model with causal attention such as model.name=reformer_mini, or "
+            "the character that it should predict. Use a model with causal attention such as model.name=reformer_mini, or "
             "data.name=masked_lm."
         )
     return data.num_classes or spec.input.vocabulary

@@ -1,4 +1,4 @@
-"""Tables of texts on this machine: CSV, TSV, JSON lines and parquet. Nothing is downloaded, and no cache is left behind."""
+"""Tables of texts on this machine: CSV, TSV, JSON lines and parquet. Nothing is downloaded, and no cache remains."""
 
 import csv
 import textwrap
@@ -24,7 +24,7 @@ def read_texts(root: Path, column: str, label: str | None) -> tuple[Texts, Texts
 
     Args:
         root: a folder with train.csv (or .tsv, .jsonl, .json, .parquet) and val.csv (or another of the names in `SPLITS`); or
-            one file, of which every tenth row of each label is for validation.
+            one file, where every tenth row of each label is for validation.
         column: name of the column that holds the texts.
         label: name of the column that holds the labels; None: read no labels.
 

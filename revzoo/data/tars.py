@@ -72,7 +72,7 @@ class TarImages(StoredImages):
         return f"{self.keys[index].decode()} of {self.paths[self.tars[index]]}"
 
     def list_contents(self) -> Iterator[bytes]:
-        """Yield name, size and label of each image; in which tar it stands makes no difference."""
+        """Yield name, size and label of each image; its tar makes no difference."""
         for key, (_, size), label in zip(self.keys, self.places, self.labels, strict=True):
             yield b"%s %d %d" % (key, size, label)
 

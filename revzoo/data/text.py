@@ -184,7 +184,7 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
         train, test = read_texts(Path(options.root), options.text.column, options.text.label if labelled else None)
     if not test.texts:
         raise DataError(
-            f"{train.source} has {len(train.texts)} rows, too few to hold one of ten of each label out. Add rows, or a test "
+            f"{train.source} has {len(train.texts)} rows, too few to hold out one of ten for each label. Add rows, or a test "
             "file: a folder with train.csv and test.csv."
         )
     data_config = {"tokenizer": options.text.tokenizer or BYTES}

@@ -2,8 +2,8 @@
 
 A graph is what `torch.compile` hands to its backend: calls of torch functions in the order in which the module made them, with
 parameters, buffers and the batch as inputs. Most atoms are one call. A call that changes a tensor in place (`relu_`, `+=`)
-belongs to the same atom as the one that made the tensor, and with all calls in between, so that no atom changes what another
-has returned.
+shares an atom with the call that made the tensor, and with all calls in between that depend on it. So no atom changes what
+another has returned.
 """
 
 import re
@@ -181,7 +181,7 @@ def split_into_atoms(graph: GraphModule, inputs: Sequence[Any]) -> list[Atom]:
 
 
 def _join(calls: Sequence["_Call"], group: list[int], first: int, last: int) -> None:
-    """Make one atom of two calls and of those in between that depend on it; the others are moved in front of it."""
+    """Make one atom of two calls and of those in between that depend on it; the others are moved before it."""
     joined = {group[first]}
     while True:
         inside = [j for j in range(len(calls)) if group[j] in joined and j <= last]
@@ -223,7 +223,7 @@ class _Call:
 
     Args:
         node: the call.
-        reads_inputs: inputs of the graph in whose memory lie the results that it uses, but for `statistics`.
+        reads_inputs: inputs of the graph that share memory with its arguments, but for `statistics`.
         changes: calls whose results it changes in place.
         changes_inputs: inputs of the graph that it changes.
         statistics: those of them that its result does not depend on.

@@ -1,8 +1,8 @@
 """How long the calls of a captured graph take, measured on the module's device with its own parameters and batch.
 
 The graph runs call by call, as it runs again in a recovery: the autograd graph of each call ends with it. A call's backward
-runs right behind its forward, so that hardly more is alive than in evaluation, and a module can be timed whose step does not
-fit. Each round runs all calls once; the time of a call is the median over the rounds.
+runs right after its forward, so hardly more is alive than in evaluation, and even a module whose step does not fit can be
+timed. Each round runs all calls once; the time of a call is the median over the rounds.
 """
 
 from collections.abc import Callable, Sequence

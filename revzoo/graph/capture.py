@@ -48,8 +48,8 @@ class GraphCall:
         graph: of torch calls; parameters and buffers are inputs. No other call has the same nodes.
         atoms: of the graph.
         digest: of the graph and its inputs.
-        first: number of its first atom. Atoms are counted through the whole forward, and what runs before every graph and
-            behind the last one counts as one.
+        first: number of its first atom. Atoms are counted through the whole forward; what runs before each graph counts as
+            one, and so does what runs after the last.
     """
 
     graph: GraphModule
@@ -175,7 +175,7 @@ def capture(module: nn.Module, batch: Any, *, with_values: bool = False) -> Iter
     Nothing is computed or allocated inside, unless forward reads the values of tensors.
 
     Args:
-        module: any, in the state in which it will be trained.
+        module: any, set up as it will be trained.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         with_values: compute in any case, because backward or the loss reads values.
     Raises:
@@ -192,8 +192,8 @@ def capture(module: nn.Module, batch: Any, *, with_values: bool = False) -> Iter
             return
     if not all(map(has_values, [*module.parameters(), *tensors_in(batch)])):
         raise InputError(
-            f"A step of {type(module).__name__} cannot run without values: it reads those of tensors, by which it may decide "
-            "what to compute. Give module and batch values, or plan a submodule that reads none."
+            f"A step of {type(module).__name__} cannot run without values: it reads the values of tensors, and may decide by "
+            "them what to compute. Give module and batch values, or plan a submodule that reads none."
         )
     with isolated(module, batch) as own_batch:
         with explain_failures(module, batch):
@@ -206,7 +206,7 @@ def _try_without_values(module: nn.Module, batch: Any) -> Capture | None:
         return Capture(module, batch)
     except InputError:
         raise
-    except Exception:  # of which there are many kinds; with values it is raised again, or there is none
+    except Exception:  # many kinds are possible; if it is a real mistake, the run with values raises it again
         return None
 
 

@@ -30,7 +30,7 @@ class CountedStep:
         flops: of forward and backward.
         events: what begins, in which atom (-1 for the loss), and when, as a position in `alive`.
         alive: bytes.
-        kept: by atom, the bytes of what it has made that are alive when backward first asks for something.
+        kept: by atom, bytes of its tensors that are alive when backward first asks for something.
     """
 
     peak_bytes: int

@@ -1,9 +1,9 @@
-"""Calls of a captured graph that hide several, replaced by these, so that a plan can choose among what they make.
+"""Replace calls of a captured graph that consist of several operations by these, so that a plan can choose what each keeps.
 
-The body of a checkpoint becomes calls of the graph itself: what is kept is for a plan to say. Attention without a fused kernel,
-as on a CPU with dropout, is two products with a softmax between them; of what it saves, the softmax alone spares both. A fused
-kernel saves a mask of numbers that attention makes of a mask of booleans in every layer: made apart, it is made again for free.
-Custom autograd functions stay one call, of another function.
+The body of a checkpoint becomes calls of the graph itself: the plan says what is kept. Attention without a fused kernel, as on
+a CPU with dropout, becomes two products with a softmax between them: if the softmax is kept, neither product runs again. A
+fused kernel saves a mask of numbers, which every layer's attention makes from the same mask of booleans. As a call of its own
+it is made again at next to no cost. A custom autograd function stays one call, of `call_custom_function`.
 """
 
 import math
@@ -189,9 +189,9 @@ def call_custom_function(
     non_differentiable_idx: tuple[int, ...] = (),
     dirty_idx: tuple[int, ...] = (),
 ) -> Any:
-    """Return what a custom function returns, with what it saves where autograd frees it, and hooks on saved tensors see it.
+    """Run a custom function so that autograd frees what the function saves, and hooks on saved tensors see it.
 
-    PyTorch's own call holds that in a class that it makes, which is part of a cycle. Arguments are those of
+    PyTorch's own call keeps the saved tensors in a class that is part of a reference cycle. Arguments are those of
     `torch.ops.higher_order.autograd_function_apply`.
 
     Args:

@@ -64,7 +64,7 @@ class Front:
         return self._sequences[number].list_options(place)
 
     def choose_least(self, most_flops: int) -> list[Option]:
-        """Return the spans with the smallest peak among those that run at most so many FLOPs again."""
+        """Return the spans with the smallest peak among those that run at most `most_flops` again."""
         for peak, _ in self.list_points():
             chosen = self.choose(peak)
             if chosen is not None and sum(option.flops for option in chosen) <= most_flops:
@@ -108,7 +108,7 @@ class _Sequences:
     """The cheapest sequences of the spans of one set.
 
     Attributes:
-        fronts: of sequences from every border to the end: rows of bytes, work, number of the first option and column behind it.
+        fronts: of sequences from every border to the end: rows of bytes, work, number of the first option and the next column.
         lost_work: as of a `Front`.
     """
 

@@ -1,7 +1,7 @@
-"""A plan for any module: what its forward keeps, what it was made for, and what it takes; and calls that follow it.
+"""A plan for any module (what forward keeps, for which setting, at which cost), and calls of the module that follow it.
 
-A plan names the calls of a graph, so that it can be saved, and is checked against the graph it is applied to. Calls of a module
-run as planned where they are the one that was planned, and store everything where they are not.
+A plan names the calls of a graph, so that it can be saved, and is checked against the graph it is applied to. A call of the
+module that matches the planned one runs as planned; any other call stores everything.
 """
 
 import json
@@ -40,9 +40,9 @@ class GraphPlan:
         fixed: numbers of the atoms that may not run again.
         ends: of the spans, as numbers of atoms; none where everything is stored.
         kept: names of the calls whose results are kept.
-        kept_inside: numbers of the atoms of which all is kept that autograd saves besides, such as masks.
-        nests: of the spans that are recovered in two levels: the first, the one behind the last, and names of the calls whose
-            results are handed to them.
+        kept_inside: numbers of the atoms that also keep whatever else autograd saves in them, such as masks.
+        nests: spans that are recovered in two levels. For each nest: its first span, the one after its last, and the names of
+            the calls whose results are handed to its spans.
     """
 
     digest: str
@@ -207,7 +207,7 @@ def set_schedules(module: nn.Module, schedules: Mapping[str, list[Mode]]) -> dic
 
 
 class _PlannedCall:
-    """What stands in place of a module's call.
+    """The call that replaces a module's own.
 
     Args:
         module: the one that is called.

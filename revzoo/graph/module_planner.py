@@ -43,7 +43,7 @@ def plan_module(
     """Return the plan with the least work whose counted peak is within the budget, and what its step does call by call.
 
     Args:
-        module: any, in the state in which it will be trained.
+        module: any, set up as it will be trained.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         budget: limit for the peak of all memory together, as for `revzoo.solve`; None is the smallest peak that is reached
             with at most one more forward.
@@ -98,7 +98,7 @@ def reforward(
         revzoo.reforward(model, images)  # trains as before, in a fraction of the memory
 
     Args:
-        module: any, in the state in which it will be trained.
+        module: any, set up as it will be trained.
         batch: as for `revzoo.plan`.
         budget: as for `revzoo.plan`; None is the smallest peak that is reached with at most one more forward.
         optimizer: its state is part of every peak, and its update may be the peak.
@@ -112,12 +112,12 @@ def reforward(
 
 
 def _list_schedules(module: nn.Module) -> Iterator[Schedules]:
-    """Yield the schedules with which a module that holds reversible chains is planned, by path of the chain.
+    """Yield the schedules to plan with for a module that holds reversible chains, by path of the chain.
 
-    A chain whose units all store is captured with what stands around it, so that spans may lie in it; one that inverts or
-    recomputes runs between graphs as it would without a plan. Which is better depends on the budget, so both are planned, and
-    one where only the first half of all units has the modes that it has now. A chain on a grid has the schedule that it has:
-    captured, its rounding would keep more than it keeps by itself. Of nested chains, the outermost has the schedule.
+    A chain whose units all store is captured together with the code around it, so spans may lie in it. A chain that inverts or
+    recomputes runs between graphs, as it would without a plan. Which is better depends on the budget, so both are planned, and
+    so is a third schedule, where only the first half of all units keeps its present modes. A chain on a grid keeps its
+    schedule: if it were captured, its rounding would keep more. Of nested chains, the outermost has the schedule.
     """
     chains = {prefix: chain for prefix, chain in find_chains(module).items() if isinstance(chain, nn.Module)}
     outermost = (p for p in chains if not any(p != other and p.startswith(other) for other in chains))

@@ -1,8 +1,8 @@
 """Nests: spans recovered in two levels, for budgets below what spans alone can reach.
 
-A nest keeps some of its products, and nothing else but what crosses its end. When backward reaches it, its own recovery runs it
-once more from its start and keeps what crosses the borders of the spans inside; each of these is then recovered by itself. So a
-nest costs up to two forward passes of what it does not keep, and needs a border's bytes only while backward is in it.
+A nest keeps some of its products, and nothing else but what crosses its end. When backward reaches a nest, the whole nest runs
+again from its start and keeps what crosses the borders of the spans inside. Each of these spans is then recovered by itself. So
+a nest costs up to two forward passes of what it does not keep, and the borders inside take memory only while backward is in it.
 
 The spans inside are found as those of the whole graph are, from the last border to the first, for every place where a nest may
 end. What a nest keeps of its products follows one rule for the whole graph: those with the most work per byte.

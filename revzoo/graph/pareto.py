@@ -1,4 +1,4 @@
-"""Fronts of points of which none is beaten by another: rows of bytes, work and more, a column per point."""
+"""Fronts: points that no other point beats. Rows are bytes, work and more; every point is a column."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ def list_best(columns: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def thin(columns: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], int]:
-    """Return at most so many columns of a front, and by how much the work of a dropped one may be below that of those left.
+    """Return at most `most` columns of a front, and by how much the work of a dropped column may be below that of those left.
 
     They are evenly spaced in bytes and work together: where many columns are nearly alike, few of them are left.
     """

@@ -1,10 +1,11 @@
 """The recovery of the spans of one call of a captured graph, when backward asks for what they have dropped.
 
-Autograd's graph holds a `Slot` in place of every tensor that it saves. One that was kept has it; another asks its span's
-record, and the first that does so runs the atoms again that are needed, from what was kept, and refills all slots of the span.
+Autograd's graph holds a `Slot` in place of every tensor that it saves. The slot of a kept tensor has the tensor. The slot of a
+dropped one asks the record of its span: when the first slot asks, the atoms that are needed run again, starting from kept
+tensors, and all slots of the span are refilled.
 
-References point one way: autograd's graph holds slots, a slot its span's record, and that the kept tensors which the recovery
-starts from. So everything is freed with autograd's graph, a span's tensors with the last of its slots.
+References point one way: autograd's graph holds slots, each slot holds the record of its span, and the record holds the kept
+tensors that the recovery starts from. So everything is freed with autograd's graph, and a span's tensors with its last slot.
 """
 
 from collections.abc import Mapping, Sequence
@@ -136,7 +137,7 @@ class Shared:
         recipes: by span.
         round: counts that this call's second runs are compared; None if they are not.
         observer: hears what atoms do.
-        first: the number by which it knows the first atom.
+        first: the observer's number of the first atom.
         random: by atom that draws.
         grad_modes, settings: of every atom.
         statistics: running ones, whose values no result depends on.

@@ -57,7 +57,7 @@ def require_arguments(module: nn.Module, batch: Any) -> None:
 
 @contextmanager
 def explain_failures(module: nn.Module, batch: Any) -> Iterator[None]:
-    """Raise InputError in place of the error by which PyTorch stops while it captures an operation that does not fit."""
+    """Raise InputError in place of the error that PyTorch raises while it captures an operation that does not fit."""
     try:
         with silence_failures():
             yield

@@ -1,12 +1,12 @@
-"""What several spans need and none keeps, because each makes it again for itself: the skips of a U-Net, for example.
+"""Tensors that several spans compute again, each for itself, so that none has to keep them: the skips of a U-Net, for example.
 
-What crosses a border of spans is kept, and a skip crosses many. But where a norm and an activation make it from the result of
-a product that backward needs as well, that result is enough: it is kept, and the skip is made again twice, where it is read
-last and where it was made. The largest such tensor may also be made again from further back, through products, where less has
-to be kept for that; the first skip of a U-Net needs nothing but the images.
+What crosses a border of spans is kept, and a skip crosses many. But often a norm and an activation compute the skip from the
+result of a product, which backward needs as well. Then only that result is kept, and the skip is made again twice: where it is
+read last, and where it was made. The largest such tensor may also be made again from further back, through products, if less
+has to be kept for that; the first skip of a U-Net needs nothing but the images.
 
-A span has to know what the others leave to it. So what is made again is chosen once for the whole graph, and the search is
-repeated for a few such sets (`front.py`): those of the largest tensors.
+A span has to know what the others leave to it. So these tensors are chosen once for the whole graph, and the search is repeated
+for a few such sets (`front.py`): those of the largest tensors.
 """
 
 from bisect import bisect_right
@@ -26,7 +26,7 @@ class _Recipe:
 
     Args:
         storages: those that are made.
-        roots: those from which they are.
+        roots: the storages that they are made from.
     """
 
     storages: frozenset[int]

@@ -1,10 +1,10 @@
 """Which tensors of a recorded graph to keep and which spans to recover together: the least work within a budget.
 
-A span is a run of atoms between two borders. Long spans begin and end behind products (matrix products, convolutions) and sums;
-between two such places lies a leaf. Short ones may begin and end behind any atom, which counts where the largest tensors are.
-What crosses a border is kept, unless the spans behind it make it again (`remaking.py`). Of what a span makes besides, a subset
-may be kept; the rest is recovered when backward first asks for some of it, by running those atoms again that are needed.
-`front.py` finds the cheapest sequence of spans.
+A span is a run of atoms between two borders. Long spans begin and end after products (matrix products, convolutions) and sums;
+the atoms between two such places are a leaf. Short spans may begin and end after any atom, which matters where the largest
+tensors are. What crosses a border is kept, unless later spans make it again (`remaking.py`). A span may keep some of its other
+tensors; the rest is recovered when backward first asks for some of it, by running the atoms again that are needed. `front.py`
+finds the cheapest sequence of spans.
 """
 
 from bisect import bisect_left, bisect_right
@@ -57,7 +57,7 @@ class Inside(Protocol):
 
 @dataclass(frozen=True)
 class Remade:
-    """What is not kept though spans behind its own need it: each of them makes it again for itself.
+    """Tensors that later spans need, but that are not kept: each of these spans makes them again.
 
     Args:
         recipes: by number of the storage: the atoms that make it.
@@ -145,10 +145,10 @@ class Choices:
 
 
 class Span:
-    """One span, before it is chosen what it keeps.
+    """One span, before what it keeps is chosen.
 
     Args:
-        choices: of which it is one.
+        choices: those it belongs to.
         start, end: its atoms.
         is_nested: whether it lies in a nest, which hands it what earlier spans have made.
     """

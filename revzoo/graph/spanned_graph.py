@@ -28,8 +28,8 @@ from revzoo.runtime.settings import Settings
 from revzoo.runtime.transforms import must_store, refuse_to_drop
 
 _Kind = tuple[torch.dtype, bool, bool]  # dtype, whether it is a conjugate or negative view
-# What an atom saves besides its inputs and results is kept where it is so many times smaller than they are. If the atom runs
-# again anyway, it is dropped at the end of its span, unless that lies in a nest.
+# A tensor that an atom saves besides its inputs and results is kept if it is this many times smaller than they are. If the atom
+# runs again anyway, the tensor is dropped at the end of the span, unless the span lies in a nest.
 _SMALL = 64
 
 
@@ -40,7 +40,7 @@ class SpannedGraph:
         graph: as captured.
         spans: what is kept, and what is recovered together.
         observer: hears what happens.
-        first: the number by which it knows the first atom.
+        first: the observer's number of the first atom.
     """
 
     def __init__(self, graph: GraphModule, spans: Spans, observer: Observer | None = None, first: int = 0):
@@ -161,7 +161,7 @@ class _Run:
             del env[node]
 
     def _settle(self, i: int, record: SpanRecord) -> None:
-        """Decide what becomes of all that was saved in atom i, whose results are known now."""
+        """Keep or drop each tensor saved in atom i. The atom has just returned its results."""
         program = self._program
         spans, env, makers = program.spans, self._env, self._makers
         atom = spans.atoms[i]

@@ -32,7 +32,7 @@ class Spans:
         atoms: all atoms of the graph, in order.
         ends: of the spans, as numbers of atoms: span i is atoms[ends[i - 1]:ends[i]].
         kept: nodes whose results are kept from forward to backward, if autograd saves them or a recovery starts from them.
-        kept_inside: numbers of atoms of which everything else that autograd saves in them is kept too, such as masks.
+        kept_inside: numbers of atoms that also keep whatever else autograd saves in them, such as masks.
         nests: spans that are recovered in two levels.
     """
 

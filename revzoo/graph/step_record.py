@@ -1,10 +1,10 @@
 """What one training step of a captured module allocates, saves and computes, atom by atom.
 
-The step is run once, mostly in FakeTensors, with everything kept. From its log of live bytes follows the memory of every plan:
-in forward, a tensor that a plan drops lives until its last use; in backward, gradients are the same under every plan, and what
-forward has made is freed when the last slot that holds it is.
+The step is run once, mostly in FakeTensors, with everything kept. The memory of every plan follows from its log of live bytes.
+In forward, a tensor that a plan drops lives until its last use. In backward, gradients are the same under every plan, and a
+tensor of forward is freed together with the last slot that holds it.
 
-What runs before, between and behind the captured graphs counts as atoms that have no calls and may not run again. What they
+What runs before, between and after the captured graphs counts as atoms that have no calls and may not run again. What they
 allocate is kept.
 """
 
@@ -34,12 +34,12 @@ class Storage:
     Args:
         bytes: its size.
         born: number of the atom that allocates it.
-        maker: the node whose result it is; None for what an atom saves besides its results, such as a mask, or is made between
-            graphs.
-        last_use: number of the last atom that reads it, or outside of graphs, of that in which it is freed; the number of all
-            atoms if it is returned or saved outside.
-        saved_by: by atom in which autograd saves it: when backward first asks for that, -1 if it never does, and when it frees
-            it, as positions in the log of backward.
+        maker: the node whose result it is; None for what an atom saves besides its results, such as a mask, and for what is
+            made between graphs.
+        last_use: number of the last atom that reads it (between graphs, of the atom that frees it). It is the number of all
+            atoms if it is returned, or saved outside of graphs.
+        saved_by: for each atom in which autograd saves it, two positions in the log of backward: where backward first asks
+            for the saved tensor (-1: never), and where it is freed.
         unpacked: when backward first asks for it, as a position in the log of backward; -1 if it never does.
         released: when backward frees it, as a position in the log of backward; -1 if forward does.
         is_small: whether it is kept, unless the atom that saves it runs again anyway.

@@ -14,7 +14,7 @@ _MOST_PARTS = 24  # rows of the table
 
 
 def tabulate_module_plan(plan: ModulePlan, details: PlanDetails) -> RenderableType:
-    """Lay out a plan: its peak and work beside those of storing everything, what every part keeps, and its notes."""
+    """Lay out a plan: its peak and work next to those of storing everything, what every part keeps, and its notes."""
     title = f"{plan.setting.model}, {plan.setting.describe()}"
     used = f"Peak {format_bytes(plan.peak_bytes)} of the budget of {format_bytes(plan.budget_bytes)}."
     comparison, notes = _tabulate_comparison(plan), map(escape, plan.notes)
@@ -84,7 +84,7 @@ def name_parts(paths: Sequence[str], most: int) -> list[str]:
 
 
 def _shorten(path: str, with_number: bool) -> str:
-    """Return a path up to its first number, with it or without; without a number, its first name."""
+    """Return a path up to its first number, which `with_number` includes. Of a path without a number return the first name."""
     parts = path.split(".")
     number = next((k for k, part in enumerate(parts) if part.isdigit()), None)
     if number is None:

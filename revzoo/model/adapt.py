@@ -18,8 +18,8 @@ from revzoo.spec.schema import ImageInput, Spec
 def adapt_input(original: Model, spec: Spec) -> Model:
     """Return the network of a spec with the weights of one that differs in its input, on the same device, of the same dtype.
 
-    Positions are interpolated as timm does. Of the first convolution, weights for more channels repeat in turn, scaled by the
-    ratio of the numbers, so that images whose channels are equal give what they gave; for one channel they are summed.
+    Positions are interpolated as timm does. Weights of the first convolution are repeated for more channels, scaled so that
+    an image of equal channels gives what it gave before; for one channel they are summed.
 
     Raises:
         CheckpointError: other tensors have another shape too.

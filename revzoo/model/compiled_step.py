@@ -1,7 +1,7 @@
 """Steps that are compiled one by one, all of the same kind into one graph.
 
 What is compiled is not a step but the call of one, with the step as an argument. Dynamo compares what a graph was made for
-(classes, shapes, flags) with the step that is called, and finds the graph of any earlier step that is the same in all of it.
+(classes, shapes, flags) with the step that is called, so steps that agree in all of this share one graph.
 `step.compile()` shares graphs as well, but at most 8 for each class, and passes over an `nn.Sequential` on PyTorch 2.11.
 
 What a compiled call saves is chosen by the compiler's partitioner; a dispatch mode cannot change it afterwards. So a step has a
@@ -27,7 +27,7 @@ from revzoo.runtime.compiling import FunctionCompiler
 from revzoo.runtime.operations import is_compute_intensive
 
 # PyTorch warns that a checkpoint with a policy must hold no in-place operations. The policy here is applied to a whole graph,
-# from which the compiler has removed them.
+# after the compiler has removed them.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 _GRAPHS_PER_STEP = 8  # Dynamo's limit for one function, which here is that of all steps

@@ -171,7 +171,7 @@ def _adopt_outputs(model: Model, file: str | Path) -> None:
 
 
 def find_original(source: str | Path, spec: Spec) -> Spec:
-    """Return the spec to load the weights of a source with: with its own head, and all its own if its images are others."""
+    """Return the spec to load a source's weights with: `spec` with the source's head, or the source's own if images differ."""
     original = load_spec(source)
     images = isinstance(spec.input, ImageInput) and isinstance(original.input, ImageInput)
     if not images or spec.input == original.input:

@@ -157,7 +157,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
 
     @property
     def lookahead(self) -> LookaheadOption:
-        """How many units are recovered ahead of backward, beside the gradient of the unit after it: 0 or 1.
+        """How many units are recovered ahead of backward, during the gradient of the unit after it: 0 or 1.
 
         See `revzoo.runtime.lookahead`.
         """
@@ -294,7 +294,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
         del x  # a reference here would keep it alive for the whole forward pass
         for entry in entries:
             if entry.kind == "split" and not self.has_streams:
-                continue  # the layers before it and behind it are one chain
+                continue  # the layers before it and after it are one chain
             if chain is not None and entry.kind != "node":
                 chain.append(self._chain_item(entry, modes))
             elif entry.kind in ("layer", "bijection"):

@@ -19,8 +19,8 @@ def create_trained(source: str | Path, device: torch.device | str = "cpu", check
     """Create a model with its weights, in eval mode.
 
     Args:
-        source: folder of a run, of `revzoo convert` or `save_pretrained`, a model of the hub, a model whose weights ship, or a
-            safetensors file that training or one of these has written, which holds the spec.
+        source: folder of a run, of `revzoo convert` or `save_pretrained`; a model of the hub; a model whose weights ship; or a
+            safetensors file that one of these has written, since it holds the spec.
         device: of the parameters.
         checkpoint: file of other weights for it.
     Raises:
@@ -44,7 +44,7 @@ def _create_from_file(file: Path, device: torch.device | str) -> Model:
     read_tensors(file)  # reports a damaged file
     text = read_metadata(file).get("revzoo.spec")
     if text is None:
-        raise CheckpointError(f"{file} does not say of which network it is. Name the folder of a run, which has a spec.yaml.")
+        raise CheckpointError(f"{file} does not say which network it is for. Name the folder of a run, which has a spec.yaml.")
     with TemporaryDirectory() as folder:
         spec = Path(folder) / "spec.yaml"
         spec.write_text(text, encoding="utf-8")

@@ -10,15 +10,15 @@ from revzoo.errors import InputError, MissingFileError, SpecError, SpecProblem, 
 from revzoo.plugin import list_spec_folders
 
 SPEC_FILE = "spec.yaml"  # in the folder of a run, of a converted network, and of a model that was saved
-CONVERTED_WEIGHTS = "model.safetensors"  # beside spec.yaml in a folder that `convert` or `save_pretrained` wrote
+CONVERTED_WEIGHTS = "model.safetensors"  # next to spec.yaml in a folder that `convert` or `save_pretrained` wrote
 INDEX_SUFFIX = ".index.json"  # added to the name of a file of weights, gives that of the index of several files
 WEIGHTS_INDEX = CONVERTED_WEIGHTS + INDEX_SUFFIX
 UNUSED_WEIGHTS = "unused.safetensors"  # of a converted network: tensors of the original that it has no place for
-BEST_WEIGHTS = "best.safetensors"  # beside spec.yaml in the folder of a run
-TOKENIZER = "tokenizer.json"  # beside the weights of a model for texts
+BEST_WEIGHTS = "best.safetensors"  # next to spec.yaml in the folder of a run
+TOKENIZER = "tokenizer.json"  # next to the weights of a model for texts
 BYTES = "bytes"  # the tokenizer that needs no file
 _MOST = 3  # folders that one hint names
-_ALIKE = 0.75  # how similar names of models are of which one may be a misspelling of the other; 1: equal
+_ALIKE = 0.75  # one of two model names may be a misspelling if they are at least as similar as this; 1: equal
 
 
 def data_root() -> Path:
@@ -107,7 +107,7 @@ def find_inside(folder: str, file: str) -> str:
 
 
 def find_beside(path: str) -> str:
-    """Return " Did you mean 'x'?" for what beside a missing file has the most similar name; or an empty string."""
+    """Return " Did you mean 'x'?" for the file with the most similar name in the folder of a missing one, or nothing."""
     folder, name = os.path.split(path.rstrip(os.sep))
     try:
         beside = sorted(os.listdir(folder or "."))

@@ -275,7 +275,7 @@ def _read_tuple(node: YamlNode, annotation: Any, path: str, problems: list[SpecP
 
 
 def _hint_at_list(node: YamlNode, types: tuple[Any, ...]) -> str:
-    """Return how to write a list of the one item that stands for it, if it may have one."""
+    """Return how to write a list, if a single item was written in its place and is allowed in it."""
     own: list[SpecProblem] = []
     if isinstance(node.value, str) and types[-1] is Ellipsis:
         _read(node, types[0], "", own)
@@ -319,7 +319,7 @@ def _read_members(
     """Read a mapping key by key, and report all unknown keys, missing keys and wrong values.
 
     Args:
-        others: keys that are read elsewhere, of which an unknown one may be a misspelling.
+        others: keys that are read elsewhere; an unknown key may be a misspelling of one.
     """
     for key, item in written.items():
         if key not in members:

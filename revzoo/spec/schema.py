@@ -209,7 +209,7 @@ _SHARED = object()  # stands for a branch that a stage has from the block, as it
 
 
 def _leave_out(shared: Any, branch: Any) -> Any:
-    """Return what of a stage's branch is not the block's, or _SHARED where that is nothing."""
+    """Return the arguments of a stage's branch that differ from the block's; _SHARED if none do."""
     if shared == branch:
         return _SHARED
     if not shared or not branch or shared["type"] != branch["type"]:

@@ -1,6 +1,6 @@
-"""What a spec inherits about its network ends where the network is changed: another one need not be what the first was.
+"""Drop what a spec states about its network once an heir changes the network, since the statement may no longer be true.
 
-Expected numbers and the ordinary twin are left out, and a line after the sources names what is not from them. What the change
+Expected numbers and the ordinary twin are left out, and a line after the sources names what is not from them. What the heir
 states itself stays.
 """
 
@@ -25,14 +25,14 @@ _MOST = 6  # changes that are named
 
 
 def merge_specs(base: YamlNode, over: YamlNode) -> YamlNode:
-    """Merge two specs as `merge` does; of what the base states, only that stays which `over` leaves as it is."""
+    """Merge two specs as `merge` does, but drop statements of the base about what `over` changes."""
     return end_statements(base, merge(base, over))
 
 
 def end_statements(before: YamlNode, now: YamlNode) -> YamlNode:
-    """Return a spec without those statements of an earlier state of it that are about something that has changed since.
+    """Return `now` without the statements that it has from `before` and that are about something that has changed since.
 
-    A statement that was written since stays, and so does whatever has another form than it should, which `parse` reports.
+    A statement that was written since stays. So does one of a wrong form: `parse` reports it.
     """
     old, new = before.to_plain(), now.to_plain()
     values = dict(now.value)

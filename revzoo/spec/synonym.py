@@ -48,7 +48,7 @@ _OURS = {
     "vocab_size": ("vocabulary",),
 }
 _MOST = 2  # settings that one hint names
-_ALIKE = 0.7  # how similar keys are of which one may be a misspelling of the other; 1: equal
+_ALIKE = 0.7  # one of two keys may be a misspelling if they are at least as similar as this; 1: equal
 
 
 def translate_timm(override: str) -> str:
@@ -62,7 +62,7 @@ def translate_timm(override: str) -> str:
 
 
 def find_settings(path: str, known: Iterable[str], *, misspelled: bool = True) -> list[str]:
-    """Return the settings whose last key is that of an unknown path, or what that one is called here: none, one or two.
+    """Return up to two settings that end with the last key of an unknown path, or with revzoo's word for that key.
 
     Those of the same section come first, then those with the shortest paths.
 

@@ -23,7 +23,7 @@ MISSING = object()  # value of a node that stands for an absent key
 TOP = "(top level)"  # path of a whole file
 OVERRIDE = "override"  # file of values that an override sets
 _OVERRIDE = re.compile(r"(\w+(?:\.\w+|\[\w+\])*)=(.*)", re.DOTALL)
-_ALIKE = 0.75  # how similar names are of which one may be a misspelling of the other; 1: equal
+_ALIKE = 0.75  # one of two names may be a misspelling if they are at least as similar as this; 1: equal
 BOOLEAN_HINT = " YAML reads a bare yes, no, on or off as true or false: quote it."
 
 

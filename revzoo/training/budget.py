@@ -31,7 +31,7 @@ def apply_plan(run: Run, *, anew: bool = False) -> Plan | None:
 
     Args:
         run: the run.
-        anew: make a plan even if the folder has one, which was made for what the user has changed since.
+        anew: make a plan even if the folder has one, since the user has changed what that plan was for.
 
     Raises:
         BudgetError: no schedule fits the budget.
@@ -61,7 +61,7 @@ def save_plan(run: Run, plan: Plan | None) -> None:
 
 @contextmanager
 def _first_coupling(run: Run) -> Iterator[None]:
-    """Give the models the coupling of the first update inside the block, for which every plan is made.
+    """Give the models the coupling of the first update inside the block: every plan is made for it.
 
     With a budget only kept bits can move, and only downwards, so that no later update takes more memory.
     """

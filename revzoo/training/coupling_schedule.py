@@ -1,7 +1,7 @@
 """Schedule of the coupling coefficients during fine-tuning.
 
-A converted network starts with a coupling under which it computes nearly what the original computes, and moves to one that
-takes less memory. With kept bits, every step can be inverted exactly at every update; fewer bits only take less memory. In
+A converted network starts with a coupling that keeps its function near that of the original, and moves to one that takes less
+memory. With kept bits, every step can be inverted exactly at every update; fewer bits only take less memory. In
 floating point, inverting with a small |b| amplifies rounding errors so much that only short runs of steps can be inverted;
 the steps between such runs recompute. The runs get longer as |b| grows.
 

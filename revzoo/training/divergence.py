@@ -1,4 +1,4 @@
-"""Training that diverges: what is not finite is noticed before it is saved, so the newest state is always a good one."""
+"""Training that diverges: infinities and NaN are looked for before every save, so the newest state is always a good one."""
 
 import math
 
@@ -50,7 +50,7 @@ def check_weights(run: Run) -> None:
 
 
 def _find_own_not_finite(model: nn.Module) -> list[str]:
-    """Return the names of the tensors of which this process holds infinities or NaN: of sharded ones it has a part."""
+    """Return the names of the tensors with infinities or NaN in what this process holds (its part of sharded ones)."""
     return find_not_finite({name: get_own_part(tensor) for name, tensor in model.state_dict().items()})
 
 

@@ -93,7 +93,7 @@ def train_epochs(run: Run) -> Summary:
 
 
 def _has_lost_patience(run: Run) -> bool:
-    """Return, and say, whether training ends early because the metric has not become better for so many epochs."""
+    """Return, and say, whether training ends early because the metric has not improved for `patience` epochs."""
     patience, progress = run.recipe.train.patience, run.progress
     if patience is None or progress.epoch - progress.best_epoch < patience:
         return False

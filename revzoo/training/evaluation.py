@@ -109,8 +109,8 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
     """Evaluate a checkpoint that training has saved, on the test data of its recipe.
 
     Args:
-        path: folder of a run, whose best weights are evaluated; a checkpoint, which holds its spec and recipe; or a folder that
-            `revzoo convert` or `save_pretrained` wrote, whose data the overrides name.
+        path: folder of a run (its best weights are evaluated); a checkpoint, which holds its spec and recipe; or a folder that
+            `revzoo convert` or `save_pretrained` wrote (the overrides name the data).
         overrides: changes to `data` and `train.mixed_precision` of the recipe, such as `data.root=/elsewhere`.
 
     Raises:
@@ -232,8 +232,8 @@ def _evaluate_on(recipe: Recipe, model: Model, accelerator: Accelerator, trained
     known = model.class_names
     if known is None and data.class_names is not None and model.num_outputs != needed:
         raise InputError(
-            f"{model.spec.name} has {model.num_outputs} outputs without names, and the data {needed} classes, whose order is "
-            f"another one. Fine-tune it first: revzoo train finetune model=DIR {quote(f'data.root={recipe.data.root}')}."
+            f"{model.spec.name} has {model.num_outputs} outputs without names, and the data have {needed} classes, in another "
+            f"order. Fine-tune it first: revzoo train finetune model=DIR {quote(f'data.root={recipe.data.root}')}."
         )
     if known is not None and data.class_names is not None and data.class_names != list(known):
         raise InputError(

@@ -58,7 +58,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
     """
     recipe = follow_launcher(recipe)
     if out is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
-        raise InputError("With --max-restarts a run needs a folder, in which it goes on after a restart: add --out DIR.")
+        raise InputError("With --max-restarts a run needs a folder to go on from after a restart: add --out DIR.")
     accelerator = make_accelerator(recipe)
     if out is not None and call_on_main(accelerator, lambda: _was_begun(recipe, out)):
         return resume(out)
@@ -219,4 +219,4 @@ def _print_plan(run: Run, plan: Plan | None) -> None:
     if plan is not None:
         run.display.console.print(f"The plan: {plan}")
     elif run.model.lookahead:
-        run.display.console.print("Look-ahead: the next step is recovered beside the gradient of the present one.")
+        run.display.console.print("Look-ahead: the next step is recovered during the gradient of the present one.")

@@ -77,7 +77,7 @@ def make_network(
 
 
 def _renew_head(model: Model, options: ModelOptions, spec: Spec, is_open: bool, data: Data) -> list[str]:
-    """Give a head that was trained for other classes new weights; return a line that says that it has them, or none.
+    """Give a head that was trained for other classes new weights; return a line that says so, or none.
 
     Raises:
         InputError: the model is divided, and its head has as many classes, of other names.
@@ -87,8 +87,8 @@ def _renew_head(model: Model, options: ModelOptions, spec: Spec, is_open: bool, 
         before, now = join_names(known, most=4), join_names(names, most=4)
         if any(map(is_sharded, model.parameters())):
             raise InputError(
-                f"As many classes as the weights are for, and others, need a new head, which is made in one process. Received: "
-                f"{now}; the weights are for {before}. Use train.shard=none."
+                f"The weights are for as many classes, but others, so they need a new head, which is made in one process. "
+                f"Received: {now}; the weights are for {before}. Use train.shard=none."
             )
         model.reset_head(model.num_outputs)
         return [f"the head is new, with random weights: its classes are {now}, and were {before}"]
@@ -146,7 +146,7 @@ def _average(model: nn.Module, options: EmaOptions, *, divided: bool) -> ModelEm
 
 
 class _Average(ModelEmaV3):
-    """timm's running average, in which a tensor that has two names, as tied weights have, moves once and not twice."""
+    """timm's running average, but a tensor with two names (tied weights) moves once and not twice."""
 
     @torch.no_grad()
     def apply_update_(self, model: nn.Module, decay: float) -> None:

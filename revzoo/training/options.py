@@ -118,7 +118,7 @@ class ScheduleOptions:
         sched: how the learning rate falls after the warm-up.
         warmup_epochs: epochs in which it rises in a straight line from `warmup_lr`.
         warmup_lr: learning rate of the first update of a warm-up.
-        warmup_prefix: begin to fall at the end of the warm-up, and not behind it.
+        warmup_prefix: count the fall from the end of the warm-up, and not from the start of training.
         min_lr: learning rate at which it ends; not for step and multistep.
         decay_milestones: for multistep: the epochs after which it falls.
         decay_epochs: for step: number of epochs after which it falls, each time.

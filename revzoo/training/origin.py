@@ -97,7 +97,7 @@ def read_origin(folder: RunFolder) -> Origin:
 
 
 def require_same(own: T, compare: Callable[[T, T], Iterable[str]]) -> None:
-    """Check that all processes have the same of something, such as the recipe, which says what groups they form.
+    """Check that all processes have the same thing, such as the recipe, which says what groups they form.
 
     Args:
         own: what this process has.

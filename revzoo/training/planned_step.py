@@ -1,8 +1,8 @@
-"""The training step that a plan is for: its batch, its loss, and what is alive beside it.
+"""The training step that a plan is for: its batch, its loss, and what else is alive during it.
 
 The batch is the run's (for texts, of the greatest length), and so are autocast and loss. Whatever is alive besides the step
-counts too: the optimizer's state and what its update takes, averaged weights, labels, on a CPU the next batch, which is loaded
-ahead, with gradient accumulation the gradients of earlier batches, and the buckets in which processes exchange gradients. With
+counts too: the optimizer's state and what its update takes; averaged weights; labels; on a CPU the next batch, which is loaded
+ahead; with gradient accumulation the gradients of earlier batches; and the buckets that processes exchange gradients in. With
 an optimizer inside backward each gradient counts as long as it is there. The planner is imported where a step is planned: most
 runs have no budget, and only print the table of memory.
 """
@@ -26,7 +26,7 @@ from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.lookahead import LookaheadOption
 from revzoo.training.setup import Run
 
-_SCALAR_BYTES = 8 + 4  # the sum of an epoch's losses; a batch's loss beside the same divided by the batches of an update
+_SCALAR_BYTES = 8 + 4  # the sum of an epoch's losses; a batch's loss, and the same divided by the batches of an update
 
 
 class PlannedStep(ABC):
@@ -189,7 +189,7 @@ class DividedStep(PlannedStep):
             return count_rank_peak(self._whole, self._batch, plan.schedule, **self._circumstances)
 
     def _loss_outside(self, outputs: Any) -> Tensor:
-        """Return the loss, which training computes behind autocast."""
+        """Return the loss, which training computes outside of autocast."""
         with leave_autocast():
             return self._loss(outputs)
 

@@ -71,7 +71,7 @@ def list_inputs(model: Model, files: Iterable[Path], column: str | None = None) 
 
     Args:
         model: for images or texts.
-        files: images and folders of them; or tables, and text files, of which each line is a text.
+        files: images and folders of them; or tables, and text files with one text per line.
         column: that of the texts in a table; None: "text".
     Raises:
         InputError: a file is missing or of another kind, a folder holds no images, or images are to have a column.

@@ -94,7 +94,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 def open_accelerator(precision: str, **arguments: Any) -> Accelerator:
     """Return Accelerate's object. Without a GPU it has to be told to look for other processes on the CPU.
 
-    Accelerate refuses another precision than the first of a process, which may train several runs: its state then starts anew.
+    A process may train several runs, but Accelerate refuses a precision other than the first: its state is then reset.
     """
     if AcceleratorState._shared_state.get("_mixed_precision", precision) != precision:
         AcceleratorState._reset_state()  # as Transformers' TrainingArguments does

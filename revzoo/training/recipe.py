@@ -98,11 +98,11 @@ def _expand_model_name(tree: YamlNode) -> YamlNode:
 
 
 def _point_to_model(problem: SpecProblem) -> SpecProblem:
-    """Return the problem of a setting of the model, which stands at the top of the recipe, with where it belongs."""
+    """Return a problem; if it is a setting of the model at the top of the recipe, the problem now says where it belongs."""
     key = problem.path.partition(".")[0]
     if key in {f.name for f in fields(Recipe)} or not (key in TIMM or key in {f.name for f in fields(Spec)}):
         return problem
-    return replace(problem, hint=f" Of the model it is set by model.overrides=[{problem.path}=...].")
+    return replace(problem, hint=f" For the model, set it by model.overrides=[{problem.path}=...].")
 
 
 def _absolute_if_folder(name: str) -> str:

@@ -33,15 +33,15 @@ _READ_BY_SCHEDULE = {
 }
 # Options of `optimizer` that not all optimizers have.
 _NOT_OF_ALL = {"momentum", "betas", "eps", "foreach", "fused"}
-# Optimizers of timm by which small parameters of several shapes got the same weights and state one by one as together, bit for
-# bit, and divided over processes as whole, but for rounding. The rest differ, or cannot be tried without other packages.
+# Optimizers of timm that were tried on small parameters of several shapes. One by one or all together, the weights and state
+# were the same bit for bit; divided over processes or whole, the same up to rounding. The rest differ, or need other packages.
 _UPDATE_APART = (
     *("adadelta", "adagrad", "adam", "adamax", "adamw", "adan", "adopt", "laprop", "larc", "lars", "lion", "madgrad"),
     *("momentum", "muon", "nadam", "nadamw", "nesterov", "radam", "rmsprop", "rmsproptf", "sgd"),
 )
 UPDATE_ONE_BY_ONE = (*_UPDATE_APART, "adafactor", "novograd")
 UPDATE_DIVIDED = (*_UPDATE_APART, "lamb")
-_Rule = tuple[bool, str, str]  # whether it is broken, by the setting at which path, and what would be allowed there
+_Rule = tuple[bool, str, str]  # whether it is broken, the path of the setting that breaks it, and what is allowed there
 
 
 def find_ineffective_settings(recipe: Recipe) -> list[str]:

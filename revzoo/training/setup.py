@@ -153,7 +153,7 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
     Raises:
         SpecError: recipe, spec and data contradict one another.
         DataError: the data cannot be used.
-        InputError: the processes have been given different things, or a resumed run's batch cannot be shared by so many.
+        InputError: the processes have been given different things, or cannot share a resumed run's batch.
         CheckpointError: a resumed run has no usable state.
     """
     options, model_options, run_folder = recipe.train, recipe.model, RunFolder(folder)
@@ -235,8 +235,8 @@ def share_batch(whole: int, processes: int, recipe: Recipe) -> int:
         possible = [str(number) for number in range(1, whole + 1) if parts % number == 0]
         pairs = f", {parts} pairs for mixup" if recipe.mixup else ""
         raise InputError(
-            f"A batch of this run has {whole} examples{pairs}, as it was started, which {processes} "
-            f"processes cannot share equally. Resume it with {join_names(possible, most=8)} processes."
+            f"A batch of this run has {whole} examples{pairs}, as it was started; {processes} processes cannot share it "
+            f"equally. Resume it with {join_names(possible, most=8)} processes."
         )
     return whole // processes
 

@@ -40,7 +40,7 @@ _AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
 def list_contents(modules: Mapping[str, nn.Module], optimizer: Optimizer, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return what is to be written, by name: tensors, which go on to change in training, and everything else.
+    """Return what is to be written, by name: tensors, which training goes on changing, and everything else.
 
     Args:
         modules: modules by name; the parameters of "model" are those of the optimizer.

@@ -37,7 +37,7 @@ def describe_gradients(run: Run) -> str:
     except torch.OutOfMemoryError as error:
         if run.mesh is not None:  # the other processes cannot go on without this one
             raise RevzooError(
-                f"There is too little memory to verify gradients on {examples} examples of which everything is stored. Divide "
+                f"There is too little memory to verify gradients on {examples} examples with everything stored. Divide "
                 "the network over more processes, or set train.offload=true."
             ) from error
         return "Gradients are not verified: there is too little memory to compare them with those of storing everything."

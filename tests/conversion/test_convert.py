@@ -89,7 +89,7 @@ def test_a_trained_checkpoint_goes_back_too(vit, tmp_path):
     with pytest.raises(ConversionError, match="is not a folder that revzoo convert wrote"):
         revzoo.export(tmp_path, tmp_path / "other.safetensors")
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
-    with pytest.raises(ConversionError, match=r"not of the network in .*stem.cls_token is missing"):
+    with pytest.raises(ConversionError, match=r"not for the network in .*stem.cls_token is missing"):
         revzoo.export(tmp_path / "rev", tmp_path / "other.safetensors", tmp_path / "a.safetensors")
 
 

@@ -24,7 +24,7 @@ BAD = {
     "write_into": (write_into, "blocks.1 writes into what it is given"),
     "to_double": (lambda m, x: m.layer(x).double(), "blocks.1 changes its state from .* to .*torch.float64"),
     "dictionary": (lambda m, x: {}, "blocks.1 returns dict, not a new state"),
-    "unrelated": (lambda m, x: -x, "blocks.1 is no residual map: .* is -1.00 times what it is given"),
+    "unrelated": (lambda m, x: -x, "blocks.1 is no residual map: .* returns -1.00 times its input"),
 }
 
 

@@ -77,9 +77,9 @@ CANNOT = {
     "norm after the sum": ({"write": norm_after_the_sum}, "cannot be two steps"),
     "a branch with the state": ({"write": branch_with_the_state}, "cannot be two steps"),
     "a bias": ({"write": own_bias}, "cannot be two steps"),
-    "an attribute": ({"write": attribute}, "blocks.0 sets as an attribute a tensor that is another one"),
+    "an attribute": ({"write": attribute}, "blocks.0 sets as an attribute a tensor that changes"),
     "noise in training": ({"write": noise_in_training}, "cannot be two steps"),
-    "another result": ({"write": change_in_between}, "blocks.0 returns besides its state a tensor that is another one"),
+    "another result": ({"write": change_in_between}, "blocks.0 returns besides its state a tensor that changes"),
     "no call": ({"write": functional}, "blocks.0 does not call attn as a submodule"),
     "an error": ({"write": raises}, "blocks.0 cannot run one of its branches without the other: ArithmeticError: nothing to"),
 }

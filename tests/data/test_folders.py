@@ -133,7 +133,7 @@ def test_a_class_folder_that_is_a_link_to_nowhere_is_named(image_folder, target)
     """As on a disk that is not mounted; without that class the labels of those after it would be others."""
     shutil.rmtree(image_folder / "train" / "dog")
     (image_folder / "train" / "dog").symlink_to(target)
-    with pytest.raises(DataError, match=f"train/dog is a link to {target}, which does not exist. Mend or remove it."):
+    with pytest.raises(DataError, match=f"train/dog is a link to {target}, which does not exist. Correct or remove it."):
         find_classes(image_folder / "train")
 
 

@@ -187,7 +187,7 @@ def test_arrays_of_preprocessing_become_numbers(own):
         ("reordered", "reordered have different classes, .* Received: wren, finch; for testing finch, wren"),
         ("counted", "counted: what it returns raises TypeError: 'int' object is not iterable"),
         ("spelled", "spelled has an attribute `classes`, which lists the names of two or more classes, .* Received: 'wren'"),
-        ("twins", r"twins has an attribute `classes`, .* each of its own. Received: \['wren', 'wren'\]"),
+        ("twins", r"twins has an attribute `classes`, .* all different. Received: \['wren', 'wren'\]"),
         ("configured", "configured: what it returns raises TypeError: 'float' object is not iterable"),
         ("words", "need an attribute `classes`"),
         ("nothing", "should be a function. Received: NoneType"),

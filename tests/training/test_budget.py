@@ -341,7 +341,7 @@ def test_settings_of_memory_without_effect():
     ]
 
 
-@pytest.mark.parametrize(("lookahead", "said"), [("1", "beside the gradient"), ("0", "")])
+@pytest.mark.parametrize(("lookahead", "said"), [("1", "during the gradient"), ("0", "")])
 def test_look_ahead_without_a_budget_is_the_recipes(lookahead, said, tmp_path, capsys):
     run = build_run(load_recipe("digits", [*FAST, f"memory.lookahead={lookahead}"]), tmp_path / "run", resumed=False)
     assert apply_plan(run) is None

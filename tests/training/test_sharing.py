@@ -129,7 +129,7 @@ def test_one_process_goes_on_with_a_run_of_two(recipe, tmp_path, monkeypatch, wh
 def test_a_batch_that_cannot_be_shared(recipe):
     assert share_batch(24, 3, recipe()) == 8
     with pytest.raises(
-        InputError, match=r"has 24 examples, .*5 processes cannot share equally. .*with 1, 2, 3, 4, 6, 8, 12, 24 "
+        InputError, match=r"has 24 examples, .*5 processes cannot share it equally. .*with 1, 2, 3, 4, 6, 8, 12, 24 "
     ):
         share_batch(24, 5, recipe())
     assert share_batch(24, 8, recipe()) == 3

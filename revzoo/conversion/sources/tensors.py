@@ -50,7 +50,7 @@ def resize_positions(tensor: Tensor, shape: Sequence[int], prefix: int = 0, grid
     Args:
         tensor: (1, prefix + N, D).
         shape: the shape of the result, (1, prefix + M, D).
-        prefix: number of rows in front that belong to no position in the grid; they are kept.
+        prefix: number of first rows that belong to no position in the grid; they are kept.
         grid: the grid of the M positions; None: it is square.
     """
     if tensor.ndim != 3 or len(shape) != 3 or tensor.shape[::2] != tuple(shape)[::2]:

@@ -158,7 +158,7 @@ class TimmMViT(TimmSource):
                 _KeyedBlock(rf"stages\.{i}\.blocks\.{j}", block, _changes_shape(block)) for j, block in enumerate(stage.blocks)
             ]
             reversible = [each for each in keyed if not each.changes_shape]
-            message = f"a stage {i} of {len(keyed)} block(s), all of which change width or grid, so that none is reversible"
+            message = f"a stage {i} of {len(keyed)} block(s) that all change width or grid, so none is reversible"
             self._refuse({message: not reversible})
             begin, end = keyed.index(reversible[0]), keyed.index(reversible[-1]) + 1
             front = ahead + keyed[:begin]

@@ -24,7 +24,7 @@ _SIZE = (3, 224, 224)  # of images, if the original has no pretrained_cfg
 
 
 class TimmResNet(TimmSource):
-    """Convert `timm.models.resnet.ResNet` with one 7x7 convolution in front: ResNet v1.5, ResNeXt, Wide ResNet.
+    """Convert `timm.models.resnet.ResNet` that begins with one 7x7 convolution: ResNet v1.5, ResNeXt, Wide ResNet.
 
     A ResNet takes images of any size; the spec has the size of the original's `pretrained_cfg`, or 224. Refused by name: deep
     stems, attention in blocks (SE), anti-aliasing, dilation, averaging shortcuts, other norms and activations, and layers

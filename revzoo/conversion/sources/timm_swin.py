@@ -34,8 +34,8 @@ _BUFFERS = ("attn_mask", "relative_position_index")
 def rename_microsoft_keys(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict of Microsoft's Swin under timm's names; any other state dict stays as it is.
 
-    In Microsoft's code a layer ends with the patch merging with which timm's next layer begins, and the classifier has another
-    name. Attention masks and indices are in the file; they are constants and are left out.
+    In Microsoft's code a patch merging ends a layer, in timm it begins the next one; the classifier has another name, too.
+    Attention masks and indices are in the file; they are constants and are left out.
 
     Source: timm `swin_transformer.py`, checkpoint_filter_fn.
     """

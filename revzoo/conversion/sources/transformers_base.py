@@ -75,8 +75,8 @@ class TransformersEncoder(Source):
         counts_after_padding: whether positions are counted from the id of padding.
         has_pooler: whether a plain model may have a pooler.
         lm_act: activation of the masked language model's head; None: that of the blocks.
-        classifier: arguments of the head `sequence_classification` that differ from BERT's, in which the word "dropout" stands
-            for the dropout of the configuration.
+        classifier: arguments of the head `sequence_classification` that differ from BERT's; the value "dropout" stands for the
+            dropout of the configuration.
         dropouts: settings with the dropout before the last layer, by task; there is none for the tasks left out.
         attention_output_dropout: whether there is dropout after the attention's last layer.
         settings: their names of settings, by BERT's.

@@ -103,7 +103,7 @@ def _tabulate_sources(report: ModelReport) -> Table:
 
 
 def _compare(name: str, expected: object, report: ModelReport) -> str:
-    """Return what the model has instead of what is expected, or nothing where it has that, or it was not counted."""
+    """Return what the model has instead of the expected number; nothing if they agree, or if it was not counted."""
     counted = {"parameters": report.parameters, "reversible_steps": report.steps}
     return f", but it has {counted[name]}" if name in counted and counted[name] != expected else ""
 

@@ -15,7 +15,7 @@ from revzoo.parts.layers.convolution import Activation, TokenNorm, build_token_n
 from revzoo.parts.layers.drop_path import DropPath
 from revzoo.registry import branches
 
-# Added to logits, of a token's own key and of keys it must not see. They are so far apart that one is negligible beside the
+# Added to logits, of a token's own key and of keys it must not see. They are so far apart that one is negligible next to the
 # other, finite so that rows of nothing but padding do not become NaN, and representable in float16. The public implementation
 # uses -5e4 and the most negative number.
 _OWN_KEY, _FORBIDDEN_KEY = -1e4, -3e4
@@ -239,7 +239,7 @@ class ChunkedMlpBranch(MlpBranch):
     """Normalise each token and apply the same MLP to each, one chunk of the sequence after the other.
 
     The outputs and the parameters are those of `mlp`. Without gradients, only the hidden channels of one chunk exist at a
-    time: at most 24 MiB instead of 80 beside the weights (4,096 tokens of 512 channels, float32, 10 chunks).
+    time: at most 24 MiB instead of 80 besides the weights (4,096 tokens of 512 channels, float32, 10 chunks).
     Training gains little, because backward recomputes a step whole and autograd then saves the tensors of all chunks at
     once: 120 MiB instead of 136 for a chain of such steps, and nothing in a Reformer, whose peak is in its attention
     (654 MiB).

@@ -4,8 +4,7 @@ The LayerNorm has one of two positions:
 
 - post: f(x) = LayerNorm(x + Dropout(W inner(x))) is the whole sub-block of the original, including its residual. Applying the
   branches one after the other is the original network, so its pretrained weights fit.
-- pre: f(x) = Dropout(W inner(LayerNorm(x))), to which the coupling adds the residual. It trains from scratch without warm-up
-  tricks.
+- pre: f(x) = Dropout(W inner(LayerNorm(x))); the coupling adds the residual. It trains from scratch without warm-up tricks.
 """
 
 from typing import Literal

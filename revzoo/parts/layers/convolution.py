@@ -75,7 +75,7 @@ def build_preactivated_unit(
 
 
 def build_shortcut(width: int, out_width: int, stride: int, layout: UnitLayout) -> nn.Module:
-    """Return the shortcut beside a unit of this layout that may change size or width.
+    """Return the shortcut around a unit of this layout that may change size or width.
 
     `basic` pools and pads with zero channels, `bottleneck` projects with a 1x1 convolution.
 

@@ -15,8 +15,8 @@ class DropPath(timm.layers.DropPath):
         if not torch.compiler.is_compiling() or not self.training or self.drop_prob == 0.0:
             out: Tensor = super().forward(x)
             return out
-        # timm draws with bernoulli_(rate), for which Dynamo compiles anew at every rate. So does PyTorch 2.11 wherever the rate
-        # meets another number before it meets a tensor.
+        # timm draws with bernoulli_(rate), for which Dynamo compiles again at every rate. PyTorch 2.11 does the same
+        # wherever the rate meets another number before it meets a tensor.
         kept = 1.0 - torch.ones((), device=x.device) * self.drop_prob
         mask = (torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) + kept).floor()
         return x * (mask / kept if self.scale_by_keep else mask).to(x.dtype)

@@ -175,7 +175,7 @@ class SpaceToDepthStem(SpaceToDepth):
 class PadStem(nn.Module):
     """Append channels of zeros to each half of the channels, so that a network can be wider than its input.
 
-    Behind a channel split, both streams then contain part of the image. A stream of nothing but zeros could not be
+    After a channel split, both streams then contain part of the image. A stream of nothing but zeros could not be
     reconstructed: BatchNorm would divide the rounding errors in it by their own standard deviation.
 
     Shapes: (B, C, H, W) -> (B, width, H / block, W / block).

@@ -20,12 +20,12 @@ from revzoo.registry import stems
 class PatchStem(nn.Module):
     """Embed patches that do not overlap, optionally normalise them, and add a learned position to each.
 
-    Shapes: (B, C, H, W) -> (B, H W / patch^2, width); with a class token there is one token more, in front.
+    Shapes: (B, C, H, W) -> (B, H W / patch^2, width); with a class token there is one token more, the first.
     Args:
         width: channels of a token.
         patch: side of a patch [pixels]; divides the image's sides.
         norm: norm of each token before its position is added, or `none`.
-        class_token: whether a learned token is put in front. The tokens are then no 2-dimensional grid any more.
+        class_token: whether a learned token comes first. The tokens are then no longer a 2-dimensional grid.
         position: `learned` adds an embedding to each token, `patches` to each token but the class token; `none` adds nothing.
         position_std: standard deviation of the embeddings' initial values. Small networks that average over tokens learn
             faster with 0.5.
@@ -54,7 +54,7 @@ class PatchStem(nn.Module):
         norm_layer = None if norm == "none" else nn.LayerNorm  # whose eps is 1e-5
         self.patch_embed = PatchEmbed(size, patch, context.shape.width, width, norm_layer)
         self.cls_token = nn.Parameter(1e-6 * torch.randn(1, 1, width)) if class_token else None  # timm's initial values
-        self._class_token_last = position == "patches"  # put in front once the positions have been added
+        self._class_token_last = position == "patches"  # added as the first, once the others have their positions
         embedded = patches if self._class_token_last else self.out_shape
         self.pos_embed = None if position == "none" else build_position_embedding(embedded, position_std)
 

@@ -25,8 +25,8 @@ class TokenStem(nn.Module):
         width: channels of a token, D.
         position: what is added for a token's position. `learned`: one embedding for each of 0 to N - 1; padding before a
             text shifts its positions. `after_padding`: positions count only the tokens that are not padding, starting at
-            padding + 1, and padding gets a row of zeros. `sinusoidal`: sines and cosines, without parameters; padding in front
-            shifts them too. `none`: nothing.
+            padding + 1, and padding gets a row of zeros. `sinusoidal`: sines and cosines, without parameters; padding before
+            a text shifts them too. `none`: nothing.
         types: number of token types; every token has the first. 0 means no table of types.
         norm: `layer_norm` of the sum, or `none`.
         eps: eps of the LayerNorm.

@@ -39,7 +39,7 @@ def fold_shape(context: BuildContext, part: str, block: int) -> Shape:
 
 @transitions.register("pixel_unshuffle")
 class PixelUnshuffleTransition(PixelUnshuffle):
-    """Fold squares of pixels into channels beside the one they come from. Nothing is lost, and nothing is stored for backward.
+    """Fold squares of pixels into channels next to the one they come from. Nothing is lost, and nothing is stored for backward.
 
     Use it in networks of one tensor whose layers are inverted one by one; it needs half as much memory as `space_to_depth`.
 
