@@ -235,7 +235,9 @@ def test_texts_that_cannot_be_used(own, refusal):
 
 def test_a_module_that_is_not_there_is_named(own, refusal):
     message = refusal(DataOptions("my_fish:all", batch_size=4), ImageInput("image", channels=3, size=(4, 4)))
-    assert message.startswith("data.name=my_fish:all: my_fish cannot be imported (ModuleNotFoundError: No module named 'my_fish')")
+    assert message.startswith(
+        "data.name=my_fish:all: my_fish cannot be imported (ModuleNotFoundError: No module named 'my_fish')"
+    )
 
 
 @pytest.mark.slow  # starts a process
