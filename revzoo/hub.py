@@ -22,7 +22,7 @@ _CARD = "README.md"
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def find_source(source: str | Path) -> str | Path:
+def fetch_if_on_hub(source: str | Path) -> str | Path:
     """Return the local folder of a model named hf-hub:OWNER/NAME or hf-hub:OWNER/NAME@REVISION; another source as it is.
 
     Raises:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import isolated, require_module
-from revzoo.analysis.memory_terms import Unit
+from revzoo.analysis.memory_terms import PixelUnit
 from revzoo.analysis.report import PixelReport
 from revzoo.analysis.step_memory import CountedStep, run_and_measure
 from revzoo.errors import InputError
@@ -53,18 +53,18 @@ def report_pixels(step: CountedStep, images: Tensor) -> PixelReport:
     return PixelReport(count, (size[0], size[1]), memory.weight_bytes, step.peaks, memory.activation_bytes)
 
 
-def list_stages(model: nn.Module) -> Iterator[Unit]:
+def list_stages(model: nn.Module) -> Iterator[PixelUnit]:
     """Yield the units of a model by stage; of another network itself, and its children, which are stages of their own."""
     if isinstance(model, Model):
         for entry in model.layout():
             stage = entry.name.partition(".")[0] if entry.stage is None else f"stages.{entry.stage}"
-            yield Unit(entry.name, entry.module, "stem" if stage == "split" else stage)
+            yield PixelUnit(entry.name, entry.module, "stem" if stage == "split" else stage)
         return
     name = type(model).__name__
-    yield Unit(name, model, name)
+    yield PixelUnit(name, model, name)
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList):
             for index, module in child.named_children():
-                yield Unit(f"{name}.{index}", module, name)
+                yield PixelUnit(f"{name}.{index}", module, name)
         else:
-            yield Unit(name, child, name)
+            yield PixelUnit(name, child, name)

@@ -27,7 +27,7 @@ from revzoo.analysis.report import Peak, Phase
 from revzoo.runtime.live_bytes import DEVICE, LiveBytes, Storages
 
 
-class Unit(NamedTuple):
+class PixelUnit(NamedTuple):
     """A module that is called, and the stage that it is in."""
 
     name: str
@@ -52,7 +52,7 @@ class _Operation(NamedTuple):
 class _Call(NamedTuple):
     """The call of a module: the unit it is in, and the numbers of its first operation and of its first node."""
 
-    unit: Unit
+    unit: PixelUnit
     operation: int
     node: int
 
@@ -65,7 +65,7 @@ class OperationLog(LiveBytes):
             its backward and what is rebuilt for that.
     """
 
-    def __init__(self, units: Iterable[Unit]) -> None:
+    def __init__(self, units: Iterable[PixelUnit]) -> None:
         super().__init__()
         self._owners = {id(module): unit for unit in units for module in unit.module.modules()}
         self._operations: list[_Operation] = []
@@ -139,10 +139,10 @@ class OperationLog(LiveBytes):
                 self._gradients.setdefault(storage, number)
         return out
 
-    def _list_units(self) -> list[Unit]:
+    def _list_units(self) -> list[PixelUnit]:
         """Return the unit of every operation."""
         operations, nodes = [each.operation for each in self._calls], [each.node for each in self._calls]
-        units, present = list[Unit](), 0
+        units, present = list[PixelUnit](), 0
         for i, operation in enumerate(self._operations):
             if i < self._backward_start:
                 present = bisect_right(operations, i) - 1

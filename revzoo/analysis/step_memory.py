@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from revzoo.analysis.chains import find_chains, preserve_schedules
 from revzoo.analysis.dry_run import call, isolated, leave_autocast, linear_loss, require_whole, updates_in_backward
-from revzoo.analysis.memory_terms import OperationLog, Unit
+from revzoo.analysis.memory_terms import OperationLog, PixelUnit
 from revzoo.analysis.optimizer_step import NO_OPTIMIZER, OptimizerBytes, count_optimizer, count_updates_apart
 from revzoo.analysis.report import MemoryReport, Peak
 from revzoo.runtime.drift import ignore_error_growth
@@ -65,7 +65,7 @@ def run_and_measure(
     optimizer: OptimizerBytes = NO_OPTIMIZER,
     *,
     units: Sequence[str] = (),
-    stages: Sequence[Unit] = (),
+    stages: Sequence[PixelUnit] = (),
     loss: Callable[[Any], Tensor] = linear_loss,
     other_bytes: int | None = None,
 ) -> CountedStep:
@@ -118,7 +118,7 @@ class _OperationLogOfReplacedCalls(LiveBytesOfReplacedCalls, OperationLog):
     """Logs operations of modules whose calls `replaced_call.py` replaces."""
 
 
-def _create_log(model: nn.Module, stages: Sequence[Unit]) -> LiveBytes:
+def _create_log(model: nn.Module, stages: Sequence[PixelUnit]) -> LiveBytes:
     if any(map(is_replaced, model.modules())):
         return _OperationLogOfReplacedCalls(stages) if stages else LiveBytesOfReplacedCalls()
     return OperationLog(stages) if stages else LiveBytes()

@@ -54,7 +54,7 @@ class _Term:
 
 
 @dataclass
-class Origin:
+class FoldInputs:
     """What a `NormalisedTensor` was made of."""
 
     layer: nn.BatchNorm2d
@@ -69,7 +69,7 @@ class Origin:
 class NormalisedTensor(Tensor):
     """The output of a foldable BatchNorm, or its sum with a shortcut."""
 
-    origin: Origin | None
+    origin: FoldInputs | None
     folded: Tensor | None
     is_passed_by: bool  # by the gradient of what was folded
 
@@ -116,12 +116,12 @@ class FoldableBatchNormAct2d(BatchNormAct2d):
         return y
 
 
-def read_origin(z: object) -> Origin | None:
+def read_fold_inputs(z: object) -> FoldInputs | None:
     """Return what a tensor was made of; None if it is no output of a foldable BatchNorm, or was changed since."""
     if not isinstance(z, NormalisedTensor):
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        origin: Origin | None = getattr(z, "origin", None)
+        origin: FoldInputs | None = getattr(z, "origin", None)
         if origin is None or origin.version != z._version or not origin.x.is_unchanged:
             return None
         return origin if origin.shortcut is None or origin.shortcut.is_unchanged else None
@@ -144,10 +144,10 @@ def _is_foldable(layer: nn.BatchNorm2d, x: Tensor) -> bool:
 def _normalise(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
     x = _replace_folded(x)
     z, mean, inverse_deviation = normalise(layer, x)
-    return _mark(z, Origin(layer, _Term.of(x), mean, inverse_deviation, z._version, _get_saving_hooks()))
+    return _mark(z, FoldInputs(layer, _Term.of(x), mean, inverse_deviation, z._version, _get_saving_hooks()))
 
 
-def _mark(z: Tensor, origin: Origin) -> Tensor:
+def _mark(z: Tensor, origin: FoldInputs) -> Tensor:
     """Let a new tensor remember where it is from.
 
     Its class is assigned, as PyTorch does with lazy parameters. `as_subclass` would return a view, and a view's graph changes
@@ -180,7 +180,7 @@ def _read_arguments(
 
 def _fold(z: NormalisedTensor, activation: Activation, inplace: bool) -> Tensor | None:
     """Return the activation's output, computed by an in-place ABN; None if this z has to be left to autograd."""
-    origin = read_origin(z)
+    origin = read_fold_inputs(z)
     if origin is None or not torch.is_grad_enabled():
         return None
     layer, shortcut = origin.layer, None if origin.shortcut is None else origin.shortcut.tensor
@@ -225,7 +225,7 @@ def _fold_identity(z: NormalisedTensor) -> None:
 
     Not inside a checkpoint that z comes into: its second run would find z replaced, and save other tensors than the first.
     """
-    origin = read_origin(z)
+    origin = read_fold_inputs(z)
     if origin is None or origin.hooks != _get_saving_hooks() or _replace_folded(z) is not z:
         return
     if (y := _fold(z, Activation("identity"), inplace=False)) is not None:
@@ -250,7 +250,7 @@ def _add(func: Callable[..., Any], first: Any, second: Any) -> Tensor:
     is_in_place = func in _ADDITIONS_IN_PLACE
     z, shortcut = (first, second) if is_in_place or isinstance(first, NormalisedTensor) else (second, first)
     z = _replace_folded(z)
-    origin, shortcut = read_origin(z), _replace_folded(shortcut)
+    origin, shortcut = read_fold_inputs(z), _replace_folded(shortcut)
     with torch._C.DisableTorchFunctionSubclass():
         out: Tensor = func(z, shortcut)
         if origin is None or origin.shortcut is not None or shortcut is z or not _has_same_form(shortcut, z):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revzoo.analysis.dry_run import call, in_mode, isolated, linear_loss, require_module, select_differentiable
-from revzoo.conversion.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, read_origin
+from revzoo.conversion.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, read_fold_inputs
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
 from revzoo.host_copy import has_value
@@ -255,7 +255,7 @@ def _try(model: nn.Module, batch: Any, norms: Iterable[nn.Module]) -> _Trial:
         trial.called.add(norm)
 
     def see_relu(relu: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and (origin := read_origin(args[0])) is not None:
+        if args and (origin := read_fold_inputs(args[0])) is not None:
             trial.relus[names[relu]] = relu
             trial.before_relu.add(origin.layer)
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from revzoo.analysis.fake_tensors import find_fake_mode
 from revzoo.graph.expansion import expand_calls, get_attribute
 from revzoo.runtime.nested import map_tensors, tensors_in
-from revzoo.runtime.operations import describe
+from revzoo.runtime.operations import describe_operation
 
 # What takes running statistics: their first position, and whether they move where the sixth argument does not say it.
 _STATISTICS = {
@@ -85,7 +85,7 @@ def name_call(node: Node) -> str:
     return f"{path} ({function})" if path else function
 
 
-def list_inputs(graph: GraphModule) -> list[Node]:
+def list_placeholders(graph: GraphModule) -> list[Node]:
     """Return the nodes that stand for inputs and constants of the graph."""
     return [node for node in graph.graph.nodes if node.op in _INPUTS]
 
@@ -278,7 +278,7 @@ class _Follower:
 def bind_inputs(graph: GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[Node, Any]]:
     """Yield the inputs and constants of a graph with their values."""
     given = iter(inputs)
-    for node in list_inputs(graph):
+    for node in list_placeholders(graph):
         yield node, next(given) if node.op == "placeholder" else get_attribute(graph, str(node.target))
 
 
@@ -310,5 +310,5 @@ class _Drawing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A higher-order operation does not show what it calls.
-        self.has_drawn |= isinstance(func, HigherOrderOperator) or describe(func).draws(args, kwargs or {})
+        self.has_drawn |= isinstance(func, HigherOrderOperator) or describe_operation(func).draws(args, kwargs or {})
         return func(*args, **(kwargs or {}))

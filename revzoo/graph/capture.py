@@ -23,13 +23,13 @@ from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, split_into_atoms
 from revzoo.graph.expansion import expand_calls
 from revzoo.graph.refusal import (
-    compute_loss,
     explain_failures,
     require_arguments,
     require_no_transforms,
     require_results,
     require_uncompiled,
 )
+from revzoo.planning.profiling.trace import compute_loss
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import RandomState, find_generators
 

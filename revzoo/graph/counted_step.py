@@ -22,7 +22,7 @@ _POINTS = 32  # of a front: enough for a smooth curve
 
 
 @dataclass(frozen=True)
-class CountedStep:
+class SpannedStep:
     """What a step takes and does.
 
     Args:
@@ -139,7 +139,7 @@ class _Tracer(Observer):
         self.note("recovery", atom)
 
 
-def count_step(captured: Capture, spans: Spans, loss: Loss | None = None) -> CountedStep:
+def count_step(captured: Capture, spans: Spans, loss: Loss | None = None) -> SpannedStep:
     """Run a training step with these spans of the whole forward. Nothing is computed, unless the module needs values.
 
     Args:
@@ -164,11 +164,11 @@ def count_step(captured: Capture, spans: Spans, loss: Loss | None = None) -> Cou
     backward = min((at for kind, _, at in tracer.events if kind == "backward"), default=live.now())
     kept = live.alive_by_birth([*starts.values()], (), backward)
     alive = [*accumulate((change for _, change in live.log), initial=0)]
-    return CountedStep(max(alive), flops.forward + flops.backward, tracer.events, alive, dict(zip(starts, kept, strict=True)))
+    return SpannedStep(max(alive), flops.forward + flops.backward, tracer.events, alive, dict(zip(starts, kept, strict=True)))
 
 
 def describe_step(
-    counted: CountedStep, step: Record, front: Front, *, other_bytes: int, more_flops: int, times: CallTimes | None
+    counted: SpannedStep, step: Record, front: Front, *, other_bytes: int, more_flops: int, times: CallTimes | None
 ) -> PlanDetails:
     """Return what a counted step does, and what others would take.
 

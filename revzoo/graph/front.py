@@ -15,7 +15,7 @@ from torch.fx import Node
 from revzoo.graph.nesting import add_nests
 from revzoo.graph.pareto import list_best, thin
 from revzoo.graph.remaking import list_remade
-from revzoo.graph.span_choices import Choices, Option
+from revzoo.graph.span_choices import Choices, SpanOption
 from revzoo.graph.spans import Nest, Spans
 from revzoo.graph.step_record import Record
 
@@ -55,7 +55,7 @@ class Front:
         fixed = self._record.fixed_bytes
         return [(int(need) + fixed, int(cost)) for need, cost in self._points[:2].T]
 
-    def choose(self, budget: int) -> list[Option] | None:
+    def choose(self, budget: int) -> list[SpanOption] | None:
         """Return the spans with the least work whose peak is within the budget; None if there are none."""
         column = int(np.searchsorted(self._points[0], budget - self._record.fixed_bytes, "right")) - 1
         if column < 0:
@@ -63,7 +63,7 @@ class Front:
         _, _, number, place = (int(each) for each in self._points[:, column])
         return self._sequences[number].list_options(place)
 
-    def choose_least(self, most_flops: int) -> list[Option]:
+    def choose_least(self, most_flops: int) -> list[SpanOption]:
         """Return the spans with the smallest peak among those that run at most `most_flops` again."""
         for peak, _ in self.list_points():
             chosen = self.choose(peak)
@@ -82,7 +82,7 @@ class Front:
         first, last = (self._record.atoms[at].name for at in (option.start, option.end - 1))
         return f"in {first}" if option.end == option.start + 1 else f"in the span from {first} to {last}"
 
-    def make_spans(self, chosen: Sequence[Option]) -> Spans:
+    def make_spans(self, chosen: Sequence[SpanOption]) -> Spans:
         """Return chosen spans as they are run."""
         storages = self._record.storages
         kept = [storages[k] for option in chosen for k in option.kept]
@@ -131,7 +131,7 @@ class _Sequences:
             self.lost_work += lost
         self.fronts = fronts[::-1]
 
-    def list_options(self, column: int) -> list[Option]:
+    def list_options(self, column: int) -> list[SpanOption]:
         """Return the options of a sequence from the first border on."""
         chosen, border = [], 0
         while border < len(self._choices.options):

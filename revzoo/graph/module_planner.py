@@ -18,7 +18,7 @@ from revzoo.errors import BudgetError, join_names
 from revzoo.format import format_bytes
 from revzoo.graph.call_times import CallTimes, assign_times, measure_graphs
 from revzoo.graph.capture import Capture, Loss, capture
-from revzoo.graph.counted_step import CountedStep, PlanDetails, count_step, describe_step
+from revzoo.graph.counted_step import PlanDetails, SpannedStep, count_step, describe_step
 from revzoo.graph.front import Front, find_front
 from revzoo.graph.module_plan import GraphPlan, ModulePlan, set_schedules
 from revzoo.graph.spans import Spans
@@ -212,7 +212,7 @@ class _Planner:
         left = self.step.fixed_bytes + self.step.gradient_bytes[-1]
         return max(peak, left + self.optimizer.update) + self.optimizer.state
 
-    def _fit(self, budget: int) -> tuple[Spans, CountedStep]:
+    def _fit(self, budget: int) -> tuple[Spans, SpannedStep]:
         """Return the spans with the least work whose counted peak is within the budget, and their step.
 
         A count may be above what was predicted, so the smallest plan is counted, too, before a budget is refused.
@@ -241,7 +241,7 @@ class _Planner:
         )
 
     def _make_plan(
-        self, spans: Spans, counted: CountedStep, budget: int, notes: Sequence[str] = ()
+        self, spans: Spans, counted: SpannedStep, budget: int, notes: Sequence[str] = ()
     ) -> tuple[ModulePlan, PlanDetails]:
         peak, more_flops = self._add_optimizer(counted.peak_bytes), self.step.total_flops - self.base.total_flops
         stored_seconds = self.times.seconds if self.times is not None and self.base is self.step else None

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from revzoo.graph.pareto import prune
-from revzoo.graph.span_choices import Choices, Option, Span
+from revzoo.graph.span_choices import Choices, Span, SpanOption
 
 _LONGEST_SPAN = 12  # leaves in a span of a nest
 _LONGEST = 40  # leaves in a nest
@@ -37,7 +37,7 @@ class _Inner:
         gradient_bytes: when backward first asks for what the nest does not keep of it; -1 if it keeps all.
     """
 
-    option: Option
+    option: SpanOption
     run_bytes: int
     flops: int
     made: int
@@ -52,7 +52,7 @@ class _Place:
     border: int
     column: int
 
-    def list_spans(self) -> list[Option]:
+    def list_spans(self) -> list[SpanOption]:
         return self.nests.list_spans(self.border, self.column)
 
 
@@ -93,7 +93,7 @@ class _Nests:
         self._choices, self._products, self._end, self._inner = choices, products, end, inner
         self._fronts: dict[int, NDArray[np.int64]] = {end: np.zeros((6, 1), np.int64)}
 
-    def list_options(self) -> Iterator[tuple[int, Option]]:
+    def list_options(self) -> Iterator[tuple[int, SpanOption]]:
         """Yield nests with the numbers of the borders where they begin."""
         choices, borders, end = self._choices, self._choices.leaves, self._end
         storages = choices.record.storages
@@ -130,7 +130,7 @@ class _Nests:
             )
         return prune(np.concatenate(columns, axis=1), _POINTS)
 
-    def _list_nests(self, border: int, front: NDArray[np.int64]) -> Iterator[tuple[int, Option]]:
+    def _list_nests(self, border: int, front: NDArray[np.int64]) -> Iterator[tuple[int, SpanOption]]:
         choices = self._choices
         start, end = choices.leaves[border], choices.leaves[self._end]
         columns = [c for c in range(front.shape[1]) if front[4, c] < self._end]
@@ -143,7 +143,7 @@ class _Nests:
         for c in sorted({columns[i] for i in np.linspace(0, len(columns) - 1, _NESTS).round().astype(int)}):
             need, _, flops, made = (int(each) for each in front[:4, c])
             place = _Place(self, border, c)
-            yield border, Option(start, end, tuple(sorted(kept)), size, max(forward, need), flops, made, place)
+            yield border, SpanOption(start, end, tuple(sorted(kept)), size, max(forward, need), flops, made, place)
 
     def _find(self, border: int, following: int) -> _Inner:
         inner = self._inner.get((border, following))
@@ -160,12 +160,12 @@ class _Nests:
         _, flops, made, again = span.measure(kept)
         size = sum(choices.sizes[k] for k in kept)
         start, end = choices.leaves[border], choices.leaves[following]
-        option = Option(start, end, tuple(sorted(kept)), size, span.peak_of_backward(kept, again), flops, made)
+        option = SpanOption(start, end, tuple(sorted(kept)), size, span.peak_of_backward(kept, again), flops, made)
         _, flops, made, again = span.measure(stays, handed)
         run = span.peak_of_recovery(stays, again, handed)
         return _Inner(option, run, flops, made, span.find_gradients(stays))
 
-    def list_spans(self, border: int, column: int) -> list[Option]:
+    def list_spans(self, border: int, column: int) -> list[SpanOption]:
         """Return the spans of a column of a border's front."""
         spans = []
         while border < self._end:

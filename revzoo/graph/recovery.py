@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from revzoo.errors import RecoveryError
 from revzoo.graph.atoms import Atom, Calls
-from revzoo.graph.spans import Recipe
+from revzoo.graph.spans import SpanRecovery
 from revzoo.runtime.compiling import exclude_from_compilation
 from revzoo.runtime.fingerprint import Fingerprint
 from revzoo.runtime.nested import map_tensors
@@ -145,7 +145,7 @@ class Shared:
 
     atoms: Sequence[Atom]
     calls: Calls
-    recipes: Mapping[int, Recipe]
+    recipes: Mapping[int, SpanRecovery]
     round: Round | None
     observer: Observer | None
     first: int

@@ -2,16 +2,16 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TorchRuntimeError
 from torch.fx import GraphModule
 
-from revzoo.analysis.dry_run import call, linear_loss
+from revzoo.analysis.dry_run import call
 from revzoo.analysis.fake_tensors import silence_failures
 from revzoo.errors import InputError
 from revzoo.format import format_dtype
@@ -98,19 +98,3 @@ def require_results(module: nn.Module, outputs: Any) -> None:
             f"Nothing that the forward of {type(module).__name__} returns depends on a parameter that requires a gradient. "
             "Look for .detach(), .item() and torch.no_grad() in it."
         )
-
-
-def compute_loss(loss: Callable[[Any], Any] | None, outputs: Any) -> Tensor:
-    """Return the loss of what a module returns; without a function, a sum that keeps nothing for backward.
-
-    Raises:
-        InputError: it is not one number with a gradient.
-    """
-    if loss is None:
-        return linear_loss(outputs)
-    total = loss(outputs)
-    if not (isinstance(total, Tensor) and total.numel() == 1 and total.requires_grad):
-        shape = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        without = " without a gradient" if isinstance(total, Tensor) and not total.requires_grad else ""
-        raise InputError(f"loss= returns one number with a gradient. Received: {shape}{without}. Return a mean or a sum.")
-    return total

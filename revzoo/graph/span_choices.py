@@ -24,7 +24,7 @@ FLOPS_PER_BYTE = 16  # as for the zoo's plans: what a device computes while it m
 
 
 @dataclass(frozen=True)
-class Option:
+class SpanOption:
     """One span, and what it keeps.
 
     Args:
@@ -50,7 +50,7 @@ class Option:
 class Inside(Protocol):
     """The spans of a nest."""
 
-    def list_spans(self) -> list[Option]:
+    def list_spans(self) -> list[SpanOption]:
         """Return them in order. What they keep is handed to them, unless the nest keeps it."""
         ...
 
@@ -110,7 +110,7 @@ class Choices:
         self.always = {k for k, s in enumerate(record.storages) if s.is_small} | fixed | remade.roots
         self.leaves = self._list_leaves()
         self.borders = [0, *(i + 1 for i in range(count - 1) if self.born[i] or i + 1 in self.leaves), count]
-        self.options: list[list[Option]] = [list(self._list_options(i)) for i in range(len(self.borders) - 1)]
+        self.options: list[list[SpanOption]] = [list(self._list_options(i)) for i in range(len(self.borders) - 1)]
 
     def _list_leaves(self) -> list[int]:
         """Return the borders of leaves."""
@@ -118,7 +118,7 @@ class Choices:
         inside = [i + 1 for i in range(len(record.atoms) - 1) if record.flops[i] or (len(self.reads[i]) > 1 and self.born[i])]
         return sorted({0, *inside, *record.walls, len(record.atoms)})
 
-    def _list_options(self, border: int) -> Iterator[Option]:
+    def _list_options(self, border: int) -> Iterator[SpanOption]:
         start, leaves = self.borders[border], self.leaves
         first = bisect_right(leaves, start)
         for end in self.borders[border + 1 :]:
@@ -165,7 +165,7 @@ class Span:
         self.saved += [k for k in self._recipes if any(start <= i < end for i in storages[k].saved_by)]
         self._passing = [k for k in self._recipes if storages[k].born < start <= storages[k].last_use]
 
-    def list_options(self) -> Iterator[Option]:
+    def list_options(self) -> Iterator[SpanOption]:
         """Yield the subsets that are worth keeping, from nothing to all that is saved."""
         choices, forced = self._choices, self.forced
         candidates = [k for k in self.saved if k not in forced and k not in self._recipes]
@@ -218,12 +218,12 @@ class Span:
         flops, made = (sum(of_atom[i] for i in again) for of_atom in (choices.record.flops, choices.made))
         return choices.price(flops, made), flops, made, again
 
-    def _make_option(self, kept: frozenset[int], flops: int, made: int, again: Sequence[int]) -> Option:
+    def _make_option(self, kept: frozenset[int], flops: int, made: int, again: Sequence[int]) -> SpanOption:
         size = self._choices.sizes
         forward = self.peak_of_forward(kept)
         kept -= self._find_small(kept, again)
         need = max(forward, self.peak_of_backward(kept, again))
-        return Option(self._start, self._end, tuple(sorted(kept)), sum(size[k] for k in kept), need, flops, made)
+        return SpanOption(self._start, self._end, tuple(sorted(kept)), sum(size[k] for k in kept), need, flops, made)
 
     def _find_small(self, kept: frozenset[int], again: Sequence[int]) -> set[int]:
         """Return what is kept for being small alone, and made by atoms that run again: a span drops it at its end."""

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from revzoo.graph.atoms import Atom, bind_inputs, list_dead, prepare_calls
 from revzoo.graph.recovery import Kept, Observer, Shared, Slot, SpanRecord, read_geometry, unpack, unpack_and_tell
-from revzoo.graph.spans import Nest, Recipe, Spans, find_recipe
+from revzoo.graph.spans import Nest, SpanRecovery, Spans, find_recipe
 from revzoo.runtime.compiling import exclude_from_compilation
 from revzoo.runtime.fingerprint import take_fingerprint
 from revzoo.runtime.nested import map_tensors, tensors_in
@@ -47,7 +47,7 @@ class SpannedGraph:
         self.graph = graph
         self.spans = spans
         self.observer, self.first = observer, first
-        self.recipes: dict[int, Recipe] = {}  # by span, from the first call on
+        self.recipes: dict[int, SpanRecovery] = {}  # by span, from the first call on
         self.calls = prepare_calls(graph, spans.atoms)
         self.starts = self._list_starts()
         self._output = next(node for node in graph.graph.nodes if node.op == "output")
@@ -237,7 +237,7 @@ class _Run:
             recipe = recipes[record.number] = find_recipe(spans, [(0, 0, node, None) for node in wanted])
         self._hold_starts(record, recipe)
 
-    def _hold_starts(self, record: SpanRecord, recipe: Recipe, handed: frozenset[Node] = frozenset()) -> None:
+    def _hold_starts(self, record: SpanRecord, recipe: SpanRecovery, handed: frozenset[Node] = frozenset()) -> None:
         record.starts = {node: self._held[node] for node in recipe.starts if node not in handed}
         record.held_by_slots = self._held_by_slots.intersection(record.starts)
         record.starts |= {node: map_tensors(Kept, self._inputs[node]) for node in recipe.inputs}

@@ -66,7 +66,7 @@ class Spans:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class SpanRecovery:
     """How a span is recovered.
 
     Args:
@@ -84,7 +84,7 @@ class Recipe:
 
 def find_recipe(
     spans: Spans, slots: Iterable[tuple[int, int, Node | None, Any]], handed: frozenset[Node] = frozenset()
-) -> Recipe:
+) -> SpanRecovery:
     """Return how the dropped slots of a span are refilled with the fewest atoms run again.
 
     Args:
@@ -121,4 +121,4 @@ def find_recipe(
     last = {node: k for k, i in enumerate(order) for node in (*spans.atoms[i].reads, *spans.atoms[i].makes)}
     refills = set(wanted)
     dead = tuple(tuple(n for n, at in last.items() if at == k and n not in refills) for k in range(len(order)))
-    return Recipe(tuple(order), tuple(starts), tuple(inputs), dead)
+    return SpanRecovery(tuple(order), tuple(starts), tuple(inputs), dead)

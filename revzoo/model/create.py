@@ -12,7 +12,7 @@ import torch
 from revzoo.checkpoint.files import compare_specs, load_weights, read_tensors, strip_wrappers
 from revzoo.checkpoint.index import find_folder_weights, find_shipped_weights
 from revzoo.errors import CheckpointError, InputError, did_you_mean, join_names
-from revzoo.hub import find_source
+from revzoo.hub import fetch_if_on_hub
 from revzoo.model.adapt import adapt_input
 from revzoo.model.builder import build
 from revzoo.model.network import Model, check_num_outputs
@@ -81,11 +81,11 @@ def create(
     if num_outputs is not None:
         check_num_outputs(num_outputs)
     target = _check_device(device)
-    source = find_source(source)
+    source = fetch_if_on_hub(source)
     spec = load_spec(source, list(overrides or ()))
-    file = find_weights(source, pretrained, checkpoint, in_folder=target.type != "meta")
+    file = choose_weights(source, pretrained, checkpoint, in_folder=target.type != "meta")
     is_own = pretrained or (file is not None and file != checkpoint)
-    original = find_original(source, spec) if is_own and overrides else spec
+    original = find_own_spec(source, spec) if is_own and overrides else spec
     with target:
         model = build(original)
     model.to(dtype)
@@ -122,7 +122,7 @@ def _hint_at_argument(name: str, value: object) -> str:
     return did_you_mean(name, inspect.signature(create).parameters)
 
 
-def find_weights(
+def choose_weights(
     source: str | Path, pretrained: bool, checkpoint: str | Path | None, *, in_folder: bool = True
 ) -> str | Path | None:
     """Return the file of weights that `create` loads for these arguments, or None.
@@ -170,7 +170,7 @@ def _adopt_outputs(model: Model, file: str | Path) -> None:
             model.reset_head(len(weight))
 
 
-def find_original(source: str | Path, spec: Spec) -> Spec:
+def find_own_spec(source: str | Path, spec: Spec) -> Spec:
     """Return the spec to load a source's weights with: `spec` with the source's head, or the source's own if images differ."""
     original = load_spec(source)
     images = isinstance(spec.input, ImageInput) and isinstance(original.input, ImageInput)

@@ -9,7 +9,7 @@ import torch
 from revzoo.checkpoint.files import read_metadata, read_tensors
 from revzoo.checkpoint.index import find_folder_weights, read_index
 from revzoo.errors import CheckpointError, InputError, join_names
-from revzoo.hub import find_source
+from revzoo.hub import fetch_if_on_hub
 from revzoo.model.create import create
 from revzoo.model.network import Model
 from revzoo.spec.loading import load_spec
@@ -31,7 +31,7 @@ def create_trained(source: str | Path, device: torch.device | str = "cpu", check
         return _create_from_file(Path(source), device)
     load_spec(source)  # raises for names that are unknown, before weights are looked for
     ships = str(source) in read_index()
-    own = checkpoint or (None if ships else find_folder_weights(find_source(source)))
+    own = checkpoint or (None if ships else find_folder_weights(fetch_if_on_hub(source)))
     if own is None and not ships:
         raise InputError(
             f"{source} has no weights. Name the folder of a run (revzoo train), or a model whose weights ship: "

@@ -47,7 +47,7 @@ class Operation:
 
 
 @cache
-def describe(operation: Any) -> Operation:
+def describe_operation(operation: Any) -> Operation:
     """Return what is known of an operation, as a dispatch mode sees it."""
     if not isinstance(operation, torch._ops.OpOverload):  # a higher-order operation
         return Operation(operation)

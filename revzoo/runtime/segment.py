@@ -114,7 +114,7 @@ class Update(Protocol):
     def invert(self, states: Any, out: Any) -> Any: ...
 
 
-class Origin(Protocol):
+class SegmentStart(Protocol):
     """The call that a segment is a part of. A second run of this call gives the segment its last states."""
 
     lock: RLock
@@ -163,7 +163,7 @@ class InvertedSegment:
     Cost: the states of one boundary, one extra forward of each step or layer.
     """
 
-    def __init__(self, exact: bool, round: Any, origin: Origin | None = None) -> None:
+    def __init__(self, exact: bool, round: Any, origin: SegmentStart | None = None) -> None:
         self.lock = RLock() if origin is None else origin.lock  # one for both, so that no two threads wait for each other
         self._exact = exact
         self._round = round

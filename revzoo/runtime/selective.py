@@ -26,7 +26,7 @@ from revzoo.runtime import seams
 from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.fingerprint import take_fingerprint
 from revzoo.runtime.nested import tensors_in, wraps_tensors
-from revzoo.runtime.operations import Operation, describe
+from revzoo.runtime.operations import Operation, describe_operation
 
 _Set = int  # of outputs: bit i is set if output i is in it
 _ANY_SO_FAR = -1  # what fills uninitialised memory unseen may have read every output so far
@@ -200,7 +200,7 @@ class _Record(_Mode):
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None) -> Any:
         if types and any(map(wraps_tensors, types)):
             return NotImplemented  # the subclass runs first, and its inner operations come here
-        operation, kwargs = describe(func), kwargs or {}
+        operation, kwargs = describe_operation(func), kwargs or {}
         out = operation.run(*args, **kwargs)
         if not self._kept.is_paused:
             self._kept.follow(operation, func, args, kwargs, out)
@@ -217,7 +217,7 @@ class _HandOut(_Mode):
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None) -> Any:
         if types and any(map(wraps_tensors, types)):
             return NotImplemented
-        operation = describe(func)
+        operation = describe_operation(func)
         if operation.is_product and self._outputs and not operation.draws(args, kwargs or {}):
             output = self._outputs.pop()
             if output.product != (func, self._kept.describe(args)):

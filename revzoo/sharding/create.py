@@ -11,8 +11,8 @@ from torch import nn
 from revzoo.checkpoint.files import load_weights
 from revzoo.checkpoint.slices import copy_whole_
 from revzoo.errors import InputError
-from revzoo.hub import find_source
-from revzoo.model.create import build_for_weights, create, find_original, find_weights
+from revzoo.hub import fetch_if_on_hub
+from revzoo.model.create import build_for_weights, choose_weights, create, find_own_spec
 from revzoo.model.network import Model
 from revzoo.runtime.lookahead import LookaheadOption
 from revzoo.runtime.mode import Mode
@@ -63,11 +63,11 @@ def create_sharded(
         CheckpointError: the weights do not fit the model, or are missing.
         SpecError: the spec or the overrides have problems.
     """
-    source, changes = find_source(source), list(overrides or ())
-    file = find_weights(source, pretrained, checkpoint)
+    source, changes = fetch_if_on_hub(source), list(overrides or ())
+    file = choose_weights(source, pretrained, checkpoint)
     spec = load_spec(source, changes)
     if file is not None and file != checkpoint and changes:
-        original = find_original(source, spec)
+        original = find_own_spec(source, spec)
         if (original.input, original.head) != (spec.input, spec.head):
             raise InputError(
                 f"Weights are adapted to another input or head in one process. Received: overrides={changes} with the weights "

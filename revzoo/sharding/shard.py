@@ -21,7 +21,7 @@ from revzoo.model.network import Model
 Precision = Literal["no", "bf16", "fp16"]
 
 
-def list_units(model: Model) -> list[nn.Module]:
+def list_gathered(model: Model) -> list[nn.Module]:
     """Return the modules that are gathered by themselves, in the order of the forward; the rest is gathered as one, the root.
 
     They are the reversible steps and the nodes: stem, transitions, fuse, head. Left to the root are modules without parameters,
@@ -54,7 +54,7 @@ def shard_(model: Model, mesh: DeviceMesh, *, precision: Precision = "no", offlo
         offload: keep shards, their gradients and with them the optimizer's state on the host.
     """
     host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-    for unit in list_units(model):
+    for unit in list_gathered(model):
         fully_shard(unit, mesh=mesh, offload_policy=host, reshard_after_forward=True)
     policy = MixedPrecisionPolicy(output_dtype=None if precision == "no" else torch.float32)
     # The root is freed after forward too: nobody outside a forward or backward ever meets a gathered parameter.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from revzoo.errors import InputError, SpecError, SpecProblem, quote
-from revzoo.hub import find_source
+from revzoo.hub import fetch_if_on_hub
 from revzoo.spec.names import SPEC_FILE, hint_at_model, model_files, recipe_files, refuse_source
 from revzoo.spec.parsing import parse
 from revzoo.spec.schema import Spec
@@ -32,7 +32,7 @@ def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
         SpecError: the spec, a spec it inherits from, or the overrides have problems; all of them are listed.
         CheckpointError: the hub does not have the model, or cannot be reached.
     """
-    source = find_source(source)
+    source = fetch_if_on_hub(source)
     models = model_files()
     path = models.get(str(source)) or Path(source)
     if os.path.isdir(path):  # unlike pathlib's, it does not raise for a name that no file can have

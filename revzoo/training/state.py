@@ -10,7 +10,7 @@ from revzoo.errors import CheckpointError
 from revzoo.training.divergence import check_weights
 from revzoo.training.processes import call_on_main
 from revzoo.training.setup import Run
-from revzoo.training.state_files import METADATA, StateWriter, list_contents, read_tensors
+from revzoo.training.state_files import METADATA, StateWriter, list_contents, read_state_tensors
 
 
 def save_state(run: Run) -> None:
@@ -48,7 +48,7 @@ def load_state(run: Run) -> None:
     """
     state = run.folder.find_state()
     try:
-        settings = read_tensors(state, _list_modules(run), run.optimizer.optimizer)
+        settings = read_state_tensors(state, _list_modules(run), run.optimizer.optimizer)
     except CheckpointError as error:
         raise run.folder.explain_damage(state, error) from error
     except Exception as error:  # damaged files make the readers raise all kinds of exceptions

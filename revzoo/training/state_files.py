@@ -54,7 +54,7 @@ def list_contents(modules: Mapping[str, nn.Module], optimizer: Optimizer, settin
     return {**_list_tensors(modules), **tensors, _SETTINGS: {**settings, "optimizer": (saved["param_groups"], others)}}
 
 
-def read_tensors(folder: Path, modules: Mapping[str, nn.Module], optimizer: Optimizer) -> dict[str, Any]:
+def read_state_tensors(folder: Path, modules: Mapping[str, nn.Module], optimizer: Optimizer) -> dict[str, Any]:
     """Read modules and an optimizer from a folder; all processes call this together. Return the settings.
 
     Args:

@@ -7,7 +7,7 @@ from torch.nn.modules import module as torch_module
 
 import revzoo
 from revzoo.analysis.dry_run import isolated
-from revzoo.analysis.memory_terms import Unit
+from revzoo.analysis.memory_terms import PixelUnit
 from revzoo.analysis.report import Peak
 from revzoo.analysis.step_memory import run_and_measure
 from revzoo.analysis.twin import build_twin
@@ -147,7 +147,7 @@ def test_inverted_blocks_take_the_same_at_every_depth():
 def test_every_unit_is_seen_in_forward(name):
     """Also a layer that is called by another method than `forward`, and one that is called in two parts."""
     model = revzoo.create(name)
-    units = [Unit(entry.name, entry.module, entry.name) for entry in model.layout() if entry.is_unit]
+    units = [PixelUnit(entry.name, entry.module, entry.name) for entry in model.layout() if entry.is_unit]
     with isolated(model, model.example_input(2), fake=True) as batch:
         assert list(run_and_measure(model, batch, stages=units).peaks) == list(model.units)
 

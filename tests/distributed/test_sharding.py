@@ -23,7 +23,7 @@ import revzoo
 from revzoo.analysis import verify
 from revzoo.errors import InputError, SpecError
 from revzoo.sharding.mesh import count_shards, make_mesh
-from revzoo.sharding.shard import list_units, shard_
+from revzoo.sharding.shard import list_gathered, shard_
 from revzoo.training import loop, network
 from revzoo.training.evaluation import evaluate_checkpoint
 from revzoo.training.planned_step import WholeStep
@@ -199,7 +199,7 @@ def test_the_weights_are_saved_whole(run_all):
 
 
 def test_every_mode_makes_the_collectives_of_plain_training(run_all):
-    units = len(list_units(create_small()))
+    units = len(list_gathered(create_small()))
     assert units == 7  # stem, four steps, fuse and head
     for rank in range(2):
         counts = json.loads((run_all(True) / f"{rank}.json").read_text())["collectives"]
@@ -210,7 +210,7 @@ def test_every_mode_makes_the_collectives_of_plain_training(run_all):
 def test_each_process_holds_its_share_and_one_unit(run_all):
     model = create_small()
     whole = sum(p.nbytes for p in model.parameters())
-    largest = max(sum(p.nbytes for p in unit.parameters()) for unit in list_units(model))
+    largest = max(sum(p.nbytes for p in unit.parameters()) for unit in list_gathered(model))
     held = [json.loads((run_all(True) / f"{rank}.json").read_text())["bytes"] for rank in range(2)]
     for name, total in (("parameters", whole), ("gradients", whole), ("state", 2 * whole)):
         assert sum(each[name] for each in held) == total
@@ -229,9 +229,9 @@ def test_what_one_process_finds_all_of_them_say(run_all):
 
 def test_tied_parameters_are_left_to_the_root():
     model = revzoo.create("rev_roberta_mini", device="meta")
-    assert model.stem not in list_units(model)
-    assert model.head not in list_units(model)
-    assert set(model.steps) < set(list_units(model))
+    assert model.stem not in list_gathered(model)
+    assert model.head not in list_gathered(model)
+    assert set(model.steps) < set(list_gathered(model))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import revzoo
 from revzoo.training.options import TrainOptions
 from revzoo.training.run_folder import Progress, RunFolder
-from revzoo.training.state_files import StateWriter, Upload, list_contents, read_tensors
+from revzoo.training.state_files import StateWriter, Upload, list_contents, read_state_tensors
 
 SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2"
 RECIPE = [
@@ -135,7 +135,7 @@ def save_sharded(folder: Path, processes: int) -> None:
 def load_sharded(folder: Path, processes: int) -> dict[str, Any]:
     """Load into a network of other values, and return what is different."""
     modules, optimizer = make_sharded(7, processes)
-    settings = read_tensors(folder, modules, optimizer)
+    settings = read_state_tensors(folder, modules, optimizer)
     expected, loaded = torch.load(folder.with_suffix(".pt")), gather(modules, optimizer)
     different = [name for name, tensor in expected.items() if not torch.equal(tensor, loaded.pop(name))]
     return {"different": different, "more": sorted(loaded), "compared": len(expected), "settings": settings}
@@ -165,7 +165,7 @@ def save_statistics(folder: Path) -> float:
     save_state(run)
     norms[0].running_mean.fill_(7.0)  # as training goes on while a thread writes
     run.upload.wait()
-    read_tensors(run.folder.find_state(), {"model": norms[1]}, optimizers[1])
+    read_state_tensors(run.folder.find_state(), {"model": norms[1]}, optimizers[1])
     return norms[1].running_mean.item()
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
-from revzoo.graph.spans import Recipe
+from revzoo.graph.spans import SpanRecovery
 
 
 class Small(nn.Module):
@@ -264,7 +264,7 @@ def test_slots_that_no_recovery_refills_are_an_error(capture: Callable[..., Any]
     captured = capture(lambda x: x.sin().sin())
     captured(make_input())
     (program,) = captured.programs
-    program.recipes[0] = Recipe((), (), (), ())
+    program.recipes[0] = SpanRecovery((), (), (), ())
     with pytest.raises(RecoveryError, match=r"^sin saved other tensors in this call than in the first"):
         captured(make_input()).sum().backward()
 

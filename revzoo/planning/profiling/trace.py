@@ -186,8 +186,9 @@ def compute_loss(loss: LossFunction | None, outputs: Any) -> Tensor:
     """
     total = (loss or linear_loss)(outputs)
     if not (isinstance(total, Tensor) and total.numel() == 1 and total.requires_grad):
-        received = f"{tuple(total.shape)}, without a gradient" if isinstance(total, Tensor) else type(total).__name__
-        raise InputError(f"The loss is one number that depends on what the model returns. Received: {received}.")
+        received = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        without = " without a gradient" if isinstance(total, Tensor) and not total.requires_grad else ""
+        raise InputError(f"A loss is one number with a gradient. Received: {received}{without}. Return a mean or a sum.")
     return total
 
 

@@ -19,7 +19,7 @@ from revzoo.analysis.optimizer_step import OptimizerBytes, copy_optimizer, count
 from revzoo.errors import InputError, UnknownNameError
 from revzoo.model.network import Model
 from revzoo.sharding.mesh import Shard, count_shards, read_sizes
-from revzoo.sharding.shard import list_units
+from revzoo.sharding.shard import list_gathered
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def count_rank_bytes(model: Model, division: Division, optimizer: Optimizer | No
     own = {id(p): cast(Tensor, p) for p in model.parameters()}  # what FSDP2 cuts
     gathered = 0
     if division.shard != "none":
-        units = list_units(model)
+        units = list_gathered(model)
         inside = {id(p) for unit in units for p in unit.parameters()}
         root = _count_padded_bytes((p for key, p in own.items() if key not in inside), shards)
         sizes = [0, *(_count_padded_bytes((own[id(p)] for p in unit.parameters()), shards) for unit in units)]
