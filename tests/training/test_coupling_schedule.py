@@ -1,6 +1,7 @@
 """The coupling during fine-tuning: its values, what is saved with it, and gradients that stay right."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
 
@@ -95,7 +96,7 @@ def test_a_plan_is_made_for_the_first_coupling(folder, tmp_path, monkeypatch):
     first, later = (build_run(options, tmp_path / name, resumed=False) for name in ("first", "later"))
     later.progress.updates = 8
     later.set_coupling(8)
-    assert apply_plan(later) == apply_plan(first)
+    assert replace(apply_plan(later), seconds=0.0) == replace(apply_plan(first), seconds=0.0)
     assert [run.model.coupling.kept_bits for run in (first, later)] == [8, 4]
     assert [run.evaluated.coupling.kept_bits for run in (first, later)] == [8, 4]
 
