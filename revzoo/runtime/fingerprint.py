@@ -130,7 +130,7 @@ def _project_rows(x: Tensor) -> Tensor:
 
 @cache
 def _choose_width(length: int) -> int | None:
-    """Return the largest divisor that is a useful length of a row; None if there is none."""
+    """Return the largest divisor of `length` from `_LEAST_WIDTH` to `_WIDTH`; None if there is none."""
     return next((width for width in range(min(_WIDTH, length), _LEAST_WIDTH - 1, -1) if length % width == 0), None)
 
 

@@ -294,7 +294,7 @@ def _walk(module: nn.Module, silent: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _only_moves(norm: _NormBase) -> bool:
-    """Return whether a norm moves its running statistics in training and uses none of them: those of PyTorch, and subclasses.
+    """Return whether a norm in training moves its running statistics but normalizes without them, as PyTorch's do.
 
     A subclass with a forward of its own may use them, unless that calls `batch_norm` in the end, as timm's and revzoo's do.
     """

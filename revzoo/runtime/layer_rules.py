@@ -81,7 +81,7 @@ def list_layers(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, 
 
 
 def is_coupled(module: nn.Module) -> TypeGuard[Coupled]:
-    """Return whether a module is a coupling of halves, and not something else made of one."""
+    """Return whether a module is `Coupled`, with its own `forward` and `inverse` and no others."""
     return isinstance(module, Coupled) and _find_definer(type(module), "forward", "inverse") is Coupled and _is_own(module)
 
 

@@ -507,7 +507,7 @@ class Recoverer(Protocol):
 
         Args:
             call: the call.
-            ahead: whether the call recovered before it is still in use.
+            ahead: whether the gradient of the call recovered before this one is still being computed.
         """
 
     def get_sources(self, call: RecordedCall) -> Iterable[Tensor]:

@@ -88,7 +88,7 @@ class Round:
 
 
 def begin_round(first: Any, x: Tensor, kind: tuple[Any, ...] = ()) -> Round | None:
-    """Return a round if the backward of the forward that begins is to be compared, None if it is not.
+    """Return what looks at this forward's rebuilt states in backward: compares or shows them; None if nobody looks.
 
     Args:
         first: what the forward calls first; rounds are counted as long as it exists.

@@ -24,7 +24,7 @@ _LOST = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|Tim
 
 @contextmanager
 def share_terminal() -> Iterator[None]:
-    """Let one process say in a line why all end, and end with the status of the command line; do nothing with one process."""
+    """If one of several processes fails, one of them says why in a line, and all end with the status of the command line."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
         return

@@ -57,18 +57,18 @@ def draw_unit_names(axes: Axes, units: Sequence[str], cell: float, count: int, h
         pad = min(0.25, 0.03 / cell)
         axes.plot([start + pad, end - pad], [height - 0.05] * 2, color=PALE, lw=1.1, solid_capstyle="butt")
         style: dict[str, Any] = {"fontsize": 8, "color": INK, "ha": "center", "va": "top", "parse_math": False}
-        upright = _is_upright(label, start, end, cell)
+        upright = _is_turned(label, start, end, cell)
         axes.text((start + end) / 2, height - 0.12, label, rotation=90 if upright else 0, **style)
 
 
 def unit_names_height(units: Sequence[str], cell: float) -> float:
     """Return the height that the names below cells of this width take [inch]."""
-    upright = [len(label) for label, start, end in group_units(units, cell) if _is_upright(label, start, end, cell)]
+    upright = [len(label) for label, start, end in group_units(units, cell) if _is_turned(label, start, end, cell)]
     return 0.3 + 0.85 * CHARACTER * max(upright, default=0)
 
 
-def _is_upright(label: str, start: int, end: int, cell: float) -> bool:
-    """Return whether a name is turned, because it is wider than its cells."""
+def _is_turned(label: str, start: int, end: int, cell: float) -> bool:
+    """Return whether a label is turned by 90 degrees because it is wider than its cells."""
     return CHARACTER * len(label) > (end - start) * cell
 
 
