@@ -26,7 +26,7 @@ from revzoo.analysis.dry_run import linear_loss
 from revzoo.analysis.flops import FlopCounterOfReplacedCalls
 from revzoo.graph.capture import Capture, capture
 from revzoo.graph.front import Front, find_front
-from revzoo.graph.span_choices import Option
+from revzoo.graph.span_choices import SpanOption
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Spans
 from revzoo.graph.step_record import Record, record
@@ -96,7 +96,7 @@ class _Counter:
 
     def __init__(self, captured: Capture, front: Front, step: Record):
         self._captured, self._front, self._step = captured, front, step
-        self._known: dict[tuple[Option, ...], tuple[int, int]] = {}
+        self._known: dict[tuple[SpanOption, ...], tuple[int, int]] = {}
         self.stored = self._run([Spans.keep_all(each.atoms) for each in captured.calls])
 
     def count(self, room: int) -> dict[str, int] | None:
