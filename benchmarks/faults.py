@@ -79,7 +79,7 @@ class Command:
 
     Args:
         arguments: of `revzoo`.
-        folder: what it says is appended to a file beside this folder.
+        folder: what it says is appended to a file next to this folder.
         limit: largest size of a file that it writes [bytes]; None: no limit.
     """
 
@@ -92,6 +92,7 @@ class Command:
     def _run(self, arguments: Sequence[str], limit: int | None) -> None:
         status = 70  # an error that revzoo does not name
         try:
+            torch.set_num_threads(1)  # makes PyTorch's pool again, before two threads do so at once, which aborts the process
             stream = os.open(self.log, os.O_CREAT | os.O_WRONLY)
             os.dup2(stream, 1)
             os.dup2(stream, 2)
