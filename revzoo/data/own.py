@@ -57,7 +57,10 @@ class OwnExamples(Examples):
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         called = f"{self.name}: example {index}"
         with seeded(self.seed, self.epoch, index), _explain(called):
-            example, label = self.source[index]
+            returned = self.source[index]
+        if not (isinstance(returned, tuple | list) and len(returned) == 2):
+            raise BrokenExampleError(f"{called} should be a pair, (tensor, label). Received: {_describe(returned)}.")
+        example, label = returned
         if problem := _find_misfit(example, self._input):
             raise BrokenExampleError(f"{called} does not fit: {problem}. Received: {_describe(example)}.")
         if self.num_classes is not None and not _is_class(label, self.num_classes):

@@ -130,6 +130,8 @@ def _read_csv(file: Path, delimiter: str) -> dict[str, list[Any]]:
         header, *rows = [row for row in reader if row] or [[]]  # without blank lines
     except csv.Error as error:
         raise DataError(f"{file} cannot be read: line {reader.line_num}: {error}. {_SEPARATED}") from error
+    if len(header) == 1 and set(header[0]) & set(";\t,") - {delimiter}:
+        raise DataError(f"{file} has one column, {header[0]!r}. {_SEPARATED}")
     if len(set(header)) < len(header):
         raise DataError(f"Two columns of {file} have the same name. Received: {join_names(header)}. Rename or remove one.")
     for number, row in enumerate(rows, 1):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, get_args
 
 import torch
@@ -56,33 +57,46 @@ def profile_and_plan(
     measured = profile(model, batch, optimizer, loss=loss, other_bytes=other_bytes, budget=budget)
     if setting is not None:
         measured = replace(measured, setting=setting)
+    limit = parse_budget(budget, measured.setting.device.split()[0], measured.model_bytes)
+    # Predicted peaks know of no look-ahead, and those of inverted layers may be too high: the least is counted for these.
+    is_inexact = bool(lookahead) or any(entry.kind == "layer" for entry in list_units(model))
+    least = _plan_least(model, batch, measured, limit, lookahead, loss) if is_inexact else None
     try:
-        planned = solve(measured, budget, solver)
-    except BudgetError:
-        if not any(entry.kind == "layer" for entry in list_units(model)):
+        planned = replace(solve(measured, limit, solver), lookahead=lookahead)
+        planned = enforce_budget(model, batch, measured, planned, loss)
+    except BudgetError as error:
+        if solver != "timeline" or least is None:
             raise
-        planned = _invert_all(model, measured, budget)  # layers may take less than predicted
-    planned = enforce_budget(model, batch, measured, replace(planned, lookahead=lookahead), loss)
-    planned = replace(planned, min_peak_bytes=min(planned.min_peak_bytes, planned.peak_bytes))
+        if least.peak_bytes > limit:
+            hint = " Or plan with lookahead=0." * lookahead
+            message = _explain_shortage(measured.problem, limit, least.peak_bytes, least.schedule, solver)
+            raise BudgetError(message + hint) from error
+        planned = least
+    smallest = planned.min_peak_bytes if least is None else least.peak_bytes
+    planned = replace(planned, min_peak_bytes=min(smallest, planned.peak_bytes))
     if (lookahead or measured.timing is None) and not any(p.is_meta for p in model.parameters()):
         planned = _time_step(model, batch, planned, loss)
     return measured, planned
 
 
-def _invert_all(model: nn.Module, profile: Profile, budget: str | int) -> Plan:
-    """Return the plan that inverts all that it can, as if it took the whole budget: its peak is still to be counted."""
-    modes = place_anchors(list_units(model), profile.memory.max_invert_run)
-    limit = parse_budget(budget, profile.setting.device.split()[0], profile.model_bytes)
-    return replace(
-        solve(profile, _PLENTY),
-        schedule=tuple(modes),
-        peak_bytes=limit,
-        budget_bytes=limit,
-        seconds=profile.predict_seconds(modes),
-        extra_flops=cost(profile.memory, modes),
-        phase_peaks=tuple(list_phase_peaks(profile.problem, modes)),
-        notes=profile.notes,
-    )
+def _plan_least(
+    model: nn.Module, batch: Any, profile: Profile, limit: int, lookahead: LookaheadOption, loss: LossFunction | None
+) -> Plan:
+    """Return the plan whose counted peak is lower: that of the smallest predicted peak, or that which inverts all it can."""
+    found = []
+    for modes in (minimize_peak(profile.problem)[1], place_anchors(list_units(model), profile.memory.max_invert_run)):
+        plan = replace(
+            solve(profile, _PLENTY),
+            schedule=tuple(modes),
+            budget_bytes=limit,
+            lookahead=lookahead,
+            seconds=profile.predict_seconds(modes),
+            extra_flops=cost(profile.memory, modes),
+            phase_peaks=tuple(list_phase_peaks(profile.problem, modes)),
+            notes=profile.notes,
+        )
+        found.append(replace(plan, peak_bytes=_count(model, batch, profile, plan, loss)))
+    return min(found, key=attrgetter("peak_bytes"))
 
 
 def _time_step(model: nn.Module, batch: Any, plan: Plan, loss: LossFunction | None) -> Plan:
@@ -190,10 +204,7 @@ def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, l
     """
     limit = plan.budget_bytes
     while True:
-        taken = {"other_bytes": profile.other_bytes, "update_bytes": profile.update_bytes}
-        counted = count_peak(model, batch, plan.schedule, loss, **taken, lookahead=plan.lookahead)
-        if profile.workspace_bytes:
-            counted += max(profile.workspace_bytes, _measure_workspace(model, batch, profile, plan, loss))
+        counted = _count(model, batch, profile, plan, loss)
         if counted <= plan.budget_bytes or plan.peak_bytes > limit:  # the latter is a knapsack plan, which says so in its notes
             return replace(plan, peak_bytes=counted)
         limit = plan.peak_bytes - (counted - plan.budget_bytes)
@@ -202,10 +213,18 @@ def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, l
         except BudgetError as error:
             raise BudgetError(
                 f"No schedule fits {format_bytes(plan.budget_bytes)}: the planned training step has a counted peak of "
-                f"{format_bytes(counted)}, and none saves the difference. Try a larger budget, or a smaller batch"
-                f"{', or plan with lookahead=0' * plan.lookahead}."
+                f"{format_bytes(counted)}, and none saves the difference. Try a larger budget, or a smaller batch."
             ) from error
         plan = replace(smaller, budget_bytes=plan.budget_bytes, lookahead=plan.lookahead)
+
+
+def _count(model: nn.Module, batch: Any, profile: Profile, plan: Plan, loss: LossFunction | None) -> int:
+    """Return the counted peak of a plan's training step."""
+    taken = {"other_bytes": profile.other_bytes, "update_bytes": profile.update_bytes}
+    counted = count_peak(model, batch, plan.schedule, loss, **taken, lookahead=plan.lookahead)
+    if profile.workspace_bytes:
+        counted += max(profile.workspace_bytes, _measure_workspace(model, batch, profile, plan, loss))
+    return counted
 
 
 def _measure_workspace(model: nn.Module, batch: Any, profile: Profile, plan: Plan, loss: LossFunction | None) -> int:

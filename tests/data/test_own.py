@@ -202,7 +202,7 @@ def test_own_data_that_cannot_be_used(own, function, message, refusal):
     ("function", "message"),
     [
         ("broken", r"broken: example 4 raises KeyError: 0, in line \d+ of .*my_birds.py. Correct it there.$"),
-        ("triple", "triple: example 4 raises ValueError: too many values to unpack"),
+        ("triple", r"triple: example 4 should be a pair, \(tensor, label\). Received: tuple.$"),
         ("cropped", r"cropped: example 4 does not fit: .* Received: \(3, 3, 4\) of torch.float32.$"),
         ("whole", r"whole: example 4 does not fit: .* finite tensors of float32, .* Received: \(3, 4, 4\) of torch.uint8.$"),
         (
