@@ -1,9 +1,9 @@
 """Plans with look-ahead: made without it for less, counted with it, timed with it."""
 
-from dataclasses import re
+import re
+from dataclasses import replace
 
 import pytest
-import replace
 import torch
 
 import revzoo
