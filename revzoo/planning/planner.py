@@ -83,10 +83,10 @@ def _plan_least(
     model: nn.Module, batch: Any, profile: Profile, limit: int, lookahead: LookaheadOption, loss: LossFunction | None
 ) -> Plan:
     """Return the plan whose counted peak is lower: that of the smallest predicted peak, or that which inverts all it can."""
-    found = []
+    stored, found = solve(profile, _PLENTY), []
     for modes in (minimize_peak(profile.problem)[1], place_anchors(list_units(model), profile.memory.max_invert_run)):
         plan = replace(
-            solve(profile, _PLENTY),
+            stored,
             schedule=tuple(modes),
             budget_bytes=limit,
             lookahead=lookahead,
