@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import call, isolated, select_differentiable
-from revzoo.errors import RecoveryError
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.forward import processes_communicate
 from revzoo.runtime.mode import Mode
-from revzoo.runtime.tripwire import judge_arrived, send_comparisons, set_tripwire
+from revzoo.runtime.tripwire import set_tripwire
 
 Gradients = dict[str, Tensor | None]
 Watch = Callable[[nn.Module], AbstractContextManager[Callable[[], object]]]
@@ -109,18 +108,11 @@ class Trial:
         return copied
 
     def _run_both_ways(self, model: nn.Module, inputs: Any, end_forward: Callable[[], object]) -> None:
-        errors = []
-        try:
-            outputs = select_differentiable(call(model, inputs))
-            end_forward()
-            self._draw()
-            rng = torch.Generator().manual_seed(0)  # a constant gradient would vanish in a norm before the output
-            torch.autograd.backward(outputs, [torch.randn(y.shape, generator=rng).to(y) for y in outputs])
-        except RecoveryError as error:
-            errors.append(error)
-        errors += self._collect_late_errors()
-        if errors:
-            raise errors.pop(0)
+        outputs = select_differentiable(call(model, inputs))
+        end_forward()
+        self._draw()
+        rng = torch.Generator().manual_seed(0)  # a constant gradient would vanish in a norm before the output
+        torch.autograd.backward(outputs, [torch.randn(y.shape, generator=rng).to(y) for y in outputs])
 
     def _draw(self) -> None:
         """Move every random stream on, as data loading and other models do in training."""
@@ -129,19 +121,6 @@ class Trial:
         random.random()
         if numpy := sys.modules.get("numpy"):
             numpy.random.random()
-
-    def _collect_late_errors(self) -> Iterator[RecoveryError]:
-        """Yield what the tripwire finds once the devices have computed everything."""
-        send_comparisons()
-        for device in self._devices:
-            torch.accelerator.synchronize(device)
-        while True:
-            try:
-                judge_arrived()
-            except RecoveryError as error:
-                yield error
-            else:
-                return
 
 
 def _do_nothing() -> None:

@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from revzoo.analysis.dry_run import call, in_mode, isolated, linear_loss, require_module, select_differentiable
 from revzoo.conversion.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, read_fold_inputs
+from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
-from revzoo.host_copy import has_value
 from revzoo.inplace_abn.function import InPlaceABNFunction
 from revzoo.model.network import Model
 from revzoo.runtime.compiling import is_compiled

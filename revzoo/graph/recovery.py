@@ -29,7 +29,7 @@ from revzoo.runtime.random_state import RandomState
 from revzoo.runtime.refill_hooks import detach
 from revzoo.runtime.round import Round
 from revzoo.runtime.settings import Settings
-from revzoo.runtime.tripwire import Watch, judge_arrived, send_comparisons
+from revzoo.runtime.tripwire import Watch
 
 Geometry = tuple[Sequence[int], Sequence[int], int | torch.SymInt]  # size, strides, offset in the storage
 _LARGEST_DIFFERENCE = 1e-2
@@ -205,14 +205,12 @@ def _recover(record: SpanRecord, key: tuple[int, int] | None = None) -> None:
                 _Recovery(record).run()
         else:
             _Recovery(record).run()
-    send_comparisons()
 
 
 class _Recovery:
     """The second run of one span."""
 
     def __init__(self, record: SpanRecord):
-        judge_arrived()
         self._record = record
         self._shared = record.shared
         self._recipe = record.shared.recipes[record.number]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from revzoo.host_copy import has_value
+from revzoo.device import has_value
 from revzoo.runtime.exact import Grid
 from revzoo.runtime.round import Round
 from revzoo.runtime.segment import InvertedSegment

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from revzoo.activation import Activation
-from revzoo.host_copy import can_read_now
+from revzoo.device import can_read_now
 
 _PART = 2**17  # elements: five such tensors nearly stay in a CPU's cache of 2 MiB; of half the size, Python's own time shows
 _MOST_PARTS = 16  # on other devices, where every part starts kernels

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from revzoo.device import has_value
 from revzoo.errors import InputError
-from revzoo.host_copy import has_value
 from revzoo.sharded import is_sharded
 from revzoo.spec.schema import ImageInput, Spec, TextInput
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from revzoo.host_copy import can_read_now
+from revzoo.device import can_read_now
 from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
 from revzoo.runtime.inventory import find_spacing

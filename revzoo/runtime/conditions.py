@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from revzoo.device import find_graph
 from revzoo.errors import RecoveryError
-from revzoo.host_copy import find_graph
 from revzoo.runtime.forward import Forward, take_turn
 from revzoo.runtime.inventory import Inventory, Tensors, get_root, take_inventory
 from revzoo.runtime.random_state import RandomState, Snapshot, find_generators, leaves_alone

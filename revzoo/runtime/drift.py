@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
+from revzoo.device import has_value, is_capturing
 from revzoo.dtype import HALF
 from revzoo.errors import RecoveryError, join_names
-from revzoo.host_copy import has_value, is_capturing
 from revzoo.runtime import seams
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.forward import Forward

@@ -23,13 +23,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from revzoo.device import can_read_now, check_after_backward, has_value, is_capturing
 from revzoo.errors import InputError, RecoveryError
-from revzoo.host_copy import can_read_now, has_value, is_capturing
 from revzoo.runtime import seams
 from revzoo.runtime.bits import PackedBits, choose_dtype, pack, unpack
 from revzoo.runtime.compiling import FunctionCompiler
 from revzoo.runtime.coupling import Coupling
-from revzoo.runtime.late_check import check_after_backward
 from revzoo.runtime.nested import wraps_tensors
 from revzoo.sharded import is_sharded
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from revzoo.host_copy import can_read_now, is_capturing
+from revzoo.device import can_read_now, is_capturing
 
 _WIDTH = 1024  # elements that one row of a projection adds up
 _LEAST_WIDTH = 128

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
+from revzoo.device import can_read_now, has_value
 from revzoo.dtype import HALF
 from revzoo.errors import RecoveryError, put_name_in_front
-from revzoo.host_copy import can_read_now, has_value
 from revzoo.invertible import add, halve, join, subtract
 from revzoo.noise import estimate_alpha_of_addition
 from revzoo.runtime.forward import Forward

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
+from revzoo.device import has_value
 from revzoo.errors import InputError, put_name_in_front
-from revzoo.host_copy import has_value
 from revzoo.invertible import add, halve, join
 from revzoo.runtime import seams
 from revzoo.runtime.compiling import exclude_from_compilation

@@ -38,12 +38,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from revzoo.device import has_streams
 from revzoo.errors import InputError
-from revzoo.host_copy import has_streams
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.forward import processes_communicate, runs_step
 from revzoo.runtime.random_state import leave_alone
-from revzoo.runtime.tripwire import send_comparisons
+from revzoo.runtime.tripwire import judge_deferred
 from revzoo.sharded import is_sharded
 
 LookaheadOption = Literal[0, 1]
@@ -174,7 +174,7 @@ class Lookahead:
     def end_backward(self) -> None:
         """Leave nothing under way after a backward."""
         self.forget()
-        send_comparisons()
+        judge_deferred()
 
     def abandon_backward(self) -> None:
         """The same for a backward that has raised: no recovery runs on while the user does something else."""

@@ -113,7 +113,7 @@ class RecordedCall:
                 self._keepers.append(regions)
             self._given = inputs
             if self.kept_products is not None:
-                self.kept_products.begin(conditions.fixed, conditions.is_observed)
+                self.kept_products.begin(conditions.fixed)
             with saved_tensors_hooks(self._pack, handle.unpack):
                 if self._keepers:
                     with ExitStack() as stack:
@@ -163,8 +163,6 @@ class RecordedCall:
     def _end_keeping(self, regions: Any) -> None:
         if self.kept_products is not None:
             self.kept_products.end_first_run()
-            if self.kept_products.was_written:
-                self._conditions.inventory.learned.may_keep_products = False
         if regions is None:
             return
         regions.end_first_run()

@@ -17,7 +17,7 @@ from revzoo.runtime.observation import Comparison, note_state, states
 from revzoo.runtime.pair_update import Step
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.segment import InvertedSegment, Update
-from revzoo.runtime.tripwire import Watch, get_setting, judge_arrived, send_comparisons
+from revzoo.runtime.tripwire import Watch, get_setting
 
 _FULL_ROUNDS = 2
 _PERIOD = 17  # after these, one round in this many; a prime, so that it is not always the same of several micro-batches
@@ -63,7 +63,6 @@ class Round:
 
     def compare_alone(self, call: RecordedCall, inputs: Sequence[Tensor]) -> None:
         """Compare a call that has been recovered from its own inputs."""
-        judge_arrived()
         if self.compares:
             try:
                 call.compare_refilled(Watch())
@@ -80,12 +79,6 @@ class Round:
             self._is_noted = True
             self._counter.compared += 1
 
-    @staticmethod
-    def send() -> None:
-        """Have devices send what they have to compare, and judge what has arrived."""
-        judge_arrived()
-        send_comparisons()
-
 
 def begin_round(first: Any, x: Tensor, kind: tuple[Any, ...] = ()) -> Round | None:
     """Return what looks at this forward's rebuilt states in backward: compares or shows them; None if nobody looks.
@@ -95,8 +88,6 @@ def begin_round(first: Any, x: Tensor, kind: tuple[Any, ...] = ()) -> Round | No
         x: its input.
         kind: what else distinguishes this forward from others, such as its schedule.
     """
-    send_comparisons()
-    judge_arrived()
     setting = get_setting()
     if not setting:
         return None if states.observer is None else Round(_Counter(), compares=False)

@@ -170,7 +170,6 @@ class InvertedSegment:
         self._origin = origin
         self._items: list[_Item] = []
         self._first: int | None = None  # the place of the first call
-        self._last_asked: int | None = None  # of the first call that has dropped something: backward asks for it last
         self._kept: KeptStates | None = None
         self._has_ended = False
         self._at = 0  # the boundary that the states belong to
@@ -226,8 +225,6 @@ class InvertedSegment:
         """Keep the states after the last item, from which recovery will start."""
         self._kept, self._at, self._has_ended = KeptStates(last), len(self._items), True
         self._needed = len(self._items)
-        asked = (i for i, item in enumerate(self._items) if item.call is not None and item.call.has_dropped)
-        self._last_asked = None if self._round is None else next(asked, None)
         if self._watch is not None:
             self._watch.restart()
 
@@ -260,8 +257,6 @@ class InvertedSegment:
         self._refill(goal, call)
         if self._round is not None:
             self._round.note_compared()
-            if goal == self._last_asked and not ahead:
-                self._round.send()
 
     def _require_states(self, call: RecordedCall, goal: int | None) -> None:
         if goal is None or (self._origin is None and not self._has_ended):

@@ -9,9 +9,9 @@ Their effect can. In forward, each state that will be rebuilt leaves a fingerpri
 
 What autograd saves in a call is compared, too (`call_watch.py`).
 
-On a CPU, a difference is raised as the state is rebuilt. On other devices nothing waits for the device: the fingerprints of a
-backward travel to the host together, and are compared when they have arrived, in that backward or a later call. While a CUDA
-graph is captured, no fingerprints are taken: what the warm-up steps have shown holds for the graph, which repeats its kernels.
+On a CPU, a difference is raised as the state is rebuilt. Other devices send what they have found to the host at the end of a
+backward that is compared: only then the host waits for the device. While a CUDA graph is captured, no fingerprints are taken:
+what the warm-up steps have shown holds for the graph, which repeats its kernels.
 
 Compared in full are the first two backwards of a chain, and of each new shape, dtype and schedule of it; after them one in 17.
 So a difference that is there every time is found at once, one that comes now and then within some steps.
@@ -23,7 +23,6 @@ accelerator. A fingerprint is a few Python numbers on a CPU, at most 1/128 of th
 
 import math
 import warnings
-from collections import deque
 from itertools import islice
 from typing import Literal, NamedTuple
 
@@ -31,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from revzoo.device import HostCopy, call_after_backward, is_capturing
 from revzoo.errors import InputError, RecoveryError
-from revzoo.host_copy import HostCopy, is_capturing
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
 from revzoo.runtime.forward import second_run
 
@@ -79,11 +78,6 @@ def get_setting() -> bool | Literal["always"]:
     return False if second_run.get() else _setting
 
 
-def is_watching() -> bool:
-    """Return whether second runs may be compared now."""
-    return bool(get_setting())
-
-
 class Watch:
     """Compares what the recovery of one segment or call rebuilds.
 
@@ -101,7 +95,7 @@ class Watch:
         """Consider the size of a state that was not rebuilt."""
         if (taken := take_fingerprint(state)) is not None:
             # It is compared with itself, so that its size arrives from a device in its turn.
-            self._judge_or_wait(_Comparison(self, "", taken, taken, math.inf, of_state=True))
+            self._judge_or_defer(_Comparison(self, "", taken, taken, math.inf, of_state=True))
 
     def compare(
         self,
@@ -139,7 +133,7 @@ class Watch:
             scale = (explained / tolerance).clamp_min(1.0)
         else:
             tolerance = max(tolerance, explained)
-        self._judge_or_wait(_Comparison(self, name, expected, actual, tolerance, of_state, of_layer, scale))
+        self._judge_or_defer(_Comparison(self, name, expected, actual, tolerance, of_state, of_layer, scale))
         return True
 
     def judge(self, comparison: "_Comparison", error: float, size: float) -> None:
@@ -189,12 +183,16 @@ class Watch:
                 stacklevel=2,
             )
 
-    def _judge_or_wait(self, comparison: "_Comparison") -> None:
-        expected, actual = comparison.expected.values, comparison.actual.values
-        if isinstance(expected, Tensor):
-            _waiting.append(comparison)
-        else:
+    def _judge_or_defer(self, comparison: "_Comparison") -> None:
+        global _deferred_in
+        expected, actual, task = comparison.expected.values, comparison.actual.values, torch._C._current_graph_task_id()
+        if not isinstance(expected, Tensor):
             self.judge(comparison, *_measure(expected, actual, comparison.tolerance))
+            return
+        _deferred.append(comparison)
+        if task not in (-1, _deferred_in):
+            _deferred_in = task
+            call_after_backward(judge_deferred)
 
 
 class _Comparison(NamedTuple):
@@ -207,9 +205,9 @@ class _Comparison(NamedTuple):
     of_layer: bool = False
     scale: Tensor | None = None  # a factor on the tolerance
 
-    def without_values(self) -> "_Comparison":
-        expected, actual = (each._replace(values=None) for each in (self.expected, self.actual))
-        return self._replace(expected=expected, actual=actual, scale=None)
+
+_deferred: list[_Comparison] = []  # whose fingerprints a device has still to compute
+_deferred_in = -1  # the backward at whose end they are judged
 
 
 def _measure(expected: list[float], actual: list[float], tolerance: float) -> tuple[float, float]:
@@ -219,62 +217,36 @@ def _measure(expected: list[float], actual: list[float], tolerance: float) -> tu
     return math.dist(expected, actual), math.hypot(*expected)
 
 
-class _Transfer:
-    """What comparisons have found on one device, on its way to the host together."""
-
-    def __init__(self, comparisons: list[_Comparison]):
-        bits, norms = ([c for c in comparisons if (c.tolerance == 0) == of_bits] for of_bits in (True, False))
-        numbers, self._lengths = list[Tensor](), [len(c.expected.values) for c in bits]
-        if bits:
-            numbers.append(torch.cat([c.expected.values != c.actual.values for c in bits]))
-        if norms:
-            expected, actual = ([getattr(c, which).values for c in norms] for which in ("expected", "actual"))
-            errors = torch._foreach_norm(torch._foreach_sub(actual, expected))
-            errors = tuple(e if c.scale is None else e / c.scale for c, e in zip(norms, errors, strict=True))
-            numbers.append(torch.stack([*errors, *torch._foreach_norm(expected)]).double())
-        self._copy = HostCopy(*numbers)
-        # Without the fingerprints, whose memory is free again.
-        self._bits, self._norms = ([c.without_values() for c in each] for each in (bits, norms))
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether the host has them; does not wait for them."""
-        return self._copy.has_arrived
-
-    def judge(self) -> None:
-        """Raise RecoveryError for the first comparison that does not fit."""
-        found = iter(self._copy.read())
-        if self._bits:
-            differs = iter(next(found))
-            for c, length in zip(self._bits, self._lengths, strict=True):
-                c.watch.judge(c, float(sum(islice(differs, length)) > 0), 1.0)
-        if self._norms:
-            norms = next(found)
-            for c, error, size in zip(self._norms, norms, norms[len(self._norms) :], strict=False):
-                c.watch.judge(c, error, size)
-
-
-_waiting: deque[_Comparison] = deque()
-_transfers: deque[_Transfer] = deque()
-
-
-def send_comparisons() -> None:
-    """Have the devices send the fingerprints that wait for comparison."""
-    if not _waiting or is_capturing():  # the copies of earlier steps do not belong into a graph
+def judge_deferred() -> None:
+    """Raise RecoveryError for the first of the deferred comparisons that does not fit. Waits for the devices."""
+    if is_capturing():  # those of earlier steps do not belong into a graph
         return
-    by_device: dict[torch.device, list[_Comparison]] = {}
-    while _waiting:
-        comparison = _waiting.popleft()
-        by_device.setdefault(comparison.actual.values.device, []).append(comparison)
-    with _disable_current_modes():  # they are of an earlier step: the present one may be run without values
-        _transfers.extend(map(_Transfer, by_device.values()))
+    deferred, _deferred[:] = list(_deferred), []
+    with _disable_current_modes():  # which may run this step without values
+        for device in {c.actual.values.device for c in deferred}:
+            _judge_together([c for c in deferred if c.actual.values.device == device])
 
 
-def judge_arrived() -> None:
-    """Raise RecoveryError if fingerprints have arrived from a device that differ too much."""
-    while _transfers and not is_capturing() and _transfers[0].has_arrived:
-        with _disable_current_modes():
-            _transfers.popleft().judge()
+def _judge_together(comparisons: list[_Comparison]) -> None:
+    """Judge comparisons on one device, which sends what it finds in all of them together."""
+    bits, norms = ([c for c in comparisons if (c.tolerance == 0) == of_bits] for of_bits in (True, False))
+    numbers = list[Tensor]()
+    if bits:
+        numbers.append(torch.cat([c.expected.values != c.actual.values for c in bits]))
+    if norms:
+        expected, actual = ([getattr(c, which).values for c in norms] for which in ("expected", "actual"))
+        errors = torch._foreach_norm(torch._foreach_sub(actual, expected))
+        errors = tuple(e if c.scale is None else e / c.scale for c, e in zip(norms, errors, strict=True))
+        numbers.append(torch.stack([*errors, *torch._foreach_norm(expected)]).double())
+    found = iter(HostCopy(*numbers).read())
+    if bits:
+        differs = iter(next(found))
+        for c in bits:
+            c.watch.judge(c, float(any(list(islice(differs, len(c.expected.values))))), 1.0)
+    if norms:
+        sizes = next(found)
+        for c, error, size in zip(norms, sizes, sizes[len(norms) :], strict=False):
+            c.watch.judge(c, error, size)
 
 
 def _describe(comparison: _Comparison, error: float, tolerance: float, has_grown: bool) -> RecoveryError:
@@ -289,7 +261,7 @@ def _describe(comparison: _Comparison, error: float, tolerance: float, has_grown
     elif math.isnan(error):
         by = "and is not finite any more"
     else:
-        by = "by {} of its size, of which rounding explains {}".format(*_format_apart(error, tolerance))
+        by = f"by {error:.3g} of its size, of which rounding explains {tolerance:.3g}"
     if has_grown:
         return RecoveryError(
             f"Errors have grown from state to state until {comparison.name}: {what} differs from forward {by}. Most likely "
@@ -302,11 +274,3 @@ def _describe(comparison: _Comparison, error: float, tolerance: float, has_grown
         "own, a counter or an attribute that changed in between, a kernel that does not repeat, or rounding that it amplifies "
         "(exact=True avoids that). Pass what changes as the side input, or set its schedule to 'store'."
     )
-
-
-def _format_apart(error: float, tolerance: float) -> tuple[str, str]:
-    """Return both numbers with as few digits as tell them apart."""
-    for digits in range(1, 17):
-        if (texts := (f"{error:.{digits}e}", f"{tolerance:.{digits}e}"))[0] != texts[1]:
-            break
-    return texts

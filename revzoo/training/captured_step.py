@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.errors import RevzooError
-from revzoo.runtime.tripwire import judge_arrived
 
 Step = Callable[[Tensor, Tensor], Tensor]  # of a batch and its targets, adds to the gradients and returns the loss
 EAGER_STEPS = 3  # before the capture, as PyTorch advises
@@ -73,7 +72,6 @@ class CapturedStep:
 
     def _capture(self, batch: Tensor, targets: Tensor) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()
-        judge_arrived()  # what the eager steps have shown
         graph = torch.cuda.CUDAGraph()
         try:
             # A loader's thread allocates pinned memory, which in PyTorch's default mode would end the capture.

@@ -133,9 +133,9 @@ def test_what_only_the_stem_draws_is_no_fault():
 def test_the_tripwire_is_on_whatever_its_setting_is():
     with set_tripwire(False):
         report = revzoo.verify(Scaled(SOURCES["python"]), streams())
-        assert not tripwire.is_watching()
+        assert not tripwire.get_setting()
     assert "steps.2 ran differently the second time" in str(report)
-    assert tripwire.is_watching()
+    assert tripwire.get_setting()
 
 
 def test_rounding_has_figures_and_its_own_remedy():

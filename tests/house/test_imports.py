@@ -16,7 +16,7 @@ import revzoo
 ROOT = Path(revzoo.__file__).parent
 # Each row may import the rows above it. Names in one row never import one another.
 LAYERS = [
-    ("bounds", "dtype", "errors", "file", "format", "host_copy", "metric", "noise", "sharded"),
+    ("bounds", "device", "dtype", "errors", "file", "format", "metric", "noise", "sharded"),
     ("plugin",),
     ("activation", "bijection", "hub", "invertible", "registry"),
     ("inplace_abn",),

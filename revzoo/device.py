@@ -1,10 +1,11 @@
-"""Bringing numbers from a device to the host without waiting for the device.
+"""What devices can do, and bringing numbers from a device to the host without waiting for what it has still to do.
 
 While a CUDA graph is captured nothing runs on the device, so there are no numbers to bring: whatever is checked on the host is
 checked in the steps before the capture.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,13 @@ def has_value(x: Tensor) -> bool:
 def has_streams(device: torch.device) -> bool:
     """Return whether a device computes on streams, which wait for one another by events."""
     return device.type not in ("cpu", "meta", "mps")
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let the peak of a device's allocator begin again, without the blocks that earlier work has left; nothing on a CPU."""
+    if has_streams(device):
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
 
 
 def is_capturing() -> bool:
@@ -63,3 +71,26 @@ class HostCopy:
 def _record_event(device: torch.device) -> Any:
     # An event without a stream would be recorded on that of the current device, which may be another one.
     return torch.accelerator.current_stream(device).record_event()
+
+
+def check_after_backward(numbers: Tensor, check: Callable[[list[float]], None]) -> None:
+    """Copy numbers to the host, and check them at the end of the backward that is running, or now if there is none.
+
+    The copy is begun when backward begins, and read when all of it has been queued: at that moment forward has ended, or nearly
+    so, and the device still has the backward to do.
+
+    Args:
+        numbers: a flat tensor.
+        check: called with the numbers, and raises if they are bad. Backward then raises the same error, before the optimizer's
+            step.
+    """
+    copy = HostCopy(numbers)
+    call_after_backward(lambda: check(*copy.read()))
+
+
+def call_after_backward(function: Callable[[], object]) -> None:
+    """Call a function at the end of the backward that is running, or now if there is none. Backward raises what it raises."""
+    if torch._C._current_graph_task_id() == -1:
+        function()
+    else:
+        cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(function)
