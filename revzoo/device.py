@@ -34,6 +34,11 @@ def forget_peak(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
+def describe_device(device: torch.device) -> str:
+    """Return the type of a device and, of an accelerator, its name."""
+    return f"{device.type} {torch.get_device_module(device).get_device_name(device)}" if has_streams(device) else device.type
+
+
 def is_capturing() -> bool:
     """Return whether what is queued now becomes part of a CUDA graph. Then events may not be queried, nor waited for."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

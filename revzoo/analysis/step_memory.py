@@ -14,6 +14,7 @@ from revzoo.analysis.dry_run import call, isolated, leave_autocast, linear_loss,
 from revzoo.analysis.memory_terms import OperationLog, PixelUnit
 from revzoo.analysis.optimizer_step import NO_OPTIMIZER, OptimizerBytes, count_optimizer, count_updates_apart
 from revzoo.analysis.report import MemoryReport, Peak
+from revzoo.device import forget_peak, has_streams
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.live_bytes import LiveBytes, LiveBytesOfReplacedCalls
 from revzoo.runtime.mode import MODES
@@ -184,14 +185,13 @@ def measure_modes(
 
 @contextmanager
 def _record_allocator_peaks(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Yield a mapping to which the CUDA allocator's peaks are added at the end; without CUDA it stays empty."""
+    """Yield a mapping to which the peaks of an accelerator's allocator are added at the end; on a CPU it stays empty."""
     peaks: dict[str, int] = {}
-    devices = {p.device for p in model.parameters() if p.is_cuda and not isinstance(p, FakeTensor)}
+    devices = {p.device for p in model.parameters() if has_streams(p.device) and not isinstance(p, FakeTensor)}
     for device in devices:
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # else memory that earlier work left reserved is counted
-        torch.cuda.reset_peak_memory_stats(device)
+        torch.accelerator.synchronize(device)
+        forget_peak(device)
     yield peaks
     if devices:
-        peaks["allocator_peak_bytes"] = sum(torch.cuda.max_memory_allocated(device) for device in devices)
-        peaks["allocator_reserved_bytes"] = sum(torch.cuda.max_memory_reserved(device) for device in devices)
+        peaks["allocator_peak_bytes"] = sum(map(torch.accelerator.max_memory_allocated, devices))
+        peaks["allocator_reserved_bytes"] = sum(map(torch.accelerator.max_memory_reserved, devices))

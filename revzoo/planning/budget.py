@@ -5,6 +5,7 @@ import re
 import psutil
 import torch
 
+from revzoo.device import has_streams
 from revzoo.errors import InputError
 from revzoo.format import BYTE_UNITS
 
@@ -54,9 +55,9 @@ def free_bytes(device: torch.device | str) -> int:
 def _read_memory(device: torch.device | str) -> tuple[int, int]:
     """Return the free and the total bytes of a device."""
     device = torch.device(device)
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if has_streams(device):
+        free, total = torch.accelerator.get_memory_info(device)
+        cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
         return free + cached, total
     if device.type in ("cpu", "meta"):
         memory = psutil.virtual_memory()

@@ -10,6 +10,7 @@ from torch import nn
 
 from revzoo.analysis.chains import find_block_chains
 from revzoo.analysis.dry_run import require_module
+from revzoo.device import describe_device
 from revzoo.errors import InputError
 from revzoo.format import format_dtype
 from revzoo.model.network import Model
@@ -75,7 +76,7 @@ def read_setting(model: nn.Module, batch: Any = None) -> Setting:
         model=model.spec.name if isinstance(model, Model) else type(model).__name__,
         digest=_compute_digest(model),
         dtype=dtype,
-        device=f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type,
+        device=describe_device(device),
         training=model.training,
         exact=bool(getattr(model, "exact", False)),
         batch=tuple(list_shapes(batch)),

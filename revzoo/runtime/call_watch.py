@@ -3,8 +3,7 @@
     on a CPU     all of them: a difference may be scaled down later, or lie before a product that is kept
     elsewhere    the last two, where most differences show; none where the state that follows is compared
 
-On a CPU, a second run on the same input repeats every bit if one thread computes. With several, or where the compiler may have
-made another kernel meanwhile, sums may be added up in another order.
+On a CPU, a second run on the same input differs by the order in which several threads have added up sums.
 
 Nothing is kept alive for this: a tensor is read when two others have been saved after it. By then the operation that it was
 saved for has run, which may have filled it (the noise of RReLU).
@@ -13,7 +12,6 @@ saved for has run, which may have filled it (the noise of RReLU).
 from collections import deque
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from revzoo.device import can_read_now
@@ -32,15 +30,13 @@ class CallWatch:
     Args:
         x: the call's input.
         conditions: the conditions of the call.
-        same_input: whether every second run begins with the bits of the first.
         reads_whole: whether to read the last two tensors. Not needed where the state that follows from f's output is compared.
     """
 
-    def __init__(self, x: Tensor, conditions: Conditions, *, same_input: bool, reads_whole: bool) -> None:
+    def __init__(self, x: Tensor, conditions: Conditions, *, reads_whole: bool) -> None:
         self._conditions = conditions
         self._reads_whole = reads_whole
         self._is_on_cpu = can_read_now(x)
-        self._repeats_bits = same_input and self._is_on_cpu and torch.get_num_threads() == 1 and not conditions.is_compiled
         self._latest: deque[tuple[int, Tensor, int]] = deque()  # slot, tensor, version; two, since the last is often a weight
         self._taken: list[tuple[int, Fingerprint]] = []  # by slot
 
@@ -101,13 +97,11 @@ class CallWatch:
         return not self._conditions.holds_moving(tensor)
 
     def _take(self, slot: int, tensor: Tensor, also_elsewhere: bool = False) -> None:
-        if (self._is_on_cpu or also_elsewhere) and (taken := take_fingerprint(tensor, bits=self._repeats_bits)) is not None:
+        if (self._is_on_cpu or also_elsewhere) and (taken := take_fingerprint(tensor)) is not None:
             self._taken.append((slot, taken))
 
     def _limit(self, tensor: Tensor, spacing: float, same_input: bool) -> float:
         """Return the largest relative difference that is explained."""
-        if self._repeats_bits:
-            return 0.0
         largest = max(_LARGEST_DIFFERENCE, 16 * spacing)
         if same_input and self._is_on_cpu:
             return min(largest, _REORDERED * max(spacing, find_spacing(tensor.dtype)) or largest)

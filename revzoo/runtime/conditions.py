@@ -140,11 +140,6 @@ class Conditions:
         return self.random.after if self.random.generators is self.forward.generators else None
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether f, or a module in it, was compiled by itself."""
-        return self._root is not None and self.inventory.has_compiled(self._root)
-
-    @property
     def is_observed(self) -> bool:
         """Whether it is to be found out what f does besides computing its result."""
         return self.inventory.learned.trials > 0 or self.forward.round is not None

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from ctypes import c_char
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -136,21 +135,14 @@ def _find_generators(device: torch.device) -> Sequence[Generator]:
     if device.type in ("cpu", "meta") or not (module := torch.get_device_module(device)).is_available():
         return ()
     if not hasattr(module, "default_generators"):
-        return (_OnlyGenerator(module),)
+        return (_OnlyGenerator(module.get_rng_state, module.set_rng_state),)
     index = device.index or 0
     generators: Sequence[Generator] = module.default_generators[index : index + 1]  # none before the device is initialised
     return generators
 
 
-@dataclass(frozen=True)
-class _OnlyGenerator:
+class _OnlyGenerator(NamedTuple):
     """The generator of a kind of device that has one and does not show it, as MPS."""
 
-    _module: Any
-
-    def get_state(self) -> Tensor:
-        state: Tensor = self._module.get_rng_state()
-        return state
-
-    def set_state(self, state: Tensor) -> None:
-        self._module.set_rng_state(state)
+    get_state: Callable[[], Tensor]
+    set_state: Callable[[Tensor], object]

@@ -102,8 +102,7 @@ class RecordedCall:
         self._find_handle = ref(handle)
         try:
             if forward.round is not None and self._reads_whole is not None:
-                same, whole = recoverer.gives_same_bits, self._reads_whole
-                self._watch = forward.round.watch_call(self, inputs[0], same_input=same, reads_whole=whole)
+                self._watch = forward.round.watch_call(self, inputs[0], reads_whole=self._reads_whole)
             if forward.is_one_of_several:  # FSDP frees weights after forward, and gathers them again when f runs again
                 self._sources = None
             regions = None
@@ -491,10 +490,6 @@ class _Handle:
 
 class Recoverer(Protocol):
     """Gets the inputs of a recorded call back and runs it again."""
-
-    @property
-    def gives_same_bits(self) -> bool:
-        """Whether the inputs that it gets back are those of forward to the bit."""
 
     @property
     def lock(self) -> RLock:

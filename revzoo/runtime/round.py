@@ -51,11 +51,11 @@ class Round:
         self._is_noted = False
         self.compares = compares
 
-    def watch_call(self, call: RecordedCall, x: Tensor, *, same_input: bool, reads_whole: bool) -> CallWatch | None:
+    def watch_call(self, call: RecordedCall, x: Tensor, *, reads_whole: bool) -> CallWatch | None:
         """Return what compares the tensors that autograd saves in a call; see `CallWatch`."""
         if not self.compares:
             return None
-        return CallWatch(x, call.conditions, same_input=same_input, reads_whole=reads_whole)
+        return CallWatch(x, call.conditions, reads_whole=reads_whole)
 
     def watch_segment(self, exact: bool) -> "SegmentWatch":
         """Return what compares the states of a segment."""

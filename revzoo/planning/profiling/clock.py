@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from revzoo.device import has_streams
+
 _STEADY = 0.03  # a spread that needs no further rounds
 MOST_ROUNDS = 16
 _LIMIT_SECONDS = 120  # no further round begins after this time
@@ -51,16 +53,16 @@ def make_clock(device: torch.device, *, elapsed: bool = False) -> Clock:
         device: what is timed runs there.
         elapsed: on a CPU, measure the time that passes: where a second thread works at the same time.
     """
-    if device.type != "cuda":
+    if not has_streams(device):
         is_own = device.type == "cpu" and not elapsed
         return Clock(time.thread_time if is_own else time.perf_counter, lambda start, end: float(end - start))
 
-    def mark() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
+    def mark() -> torch.Event:
+        event = torch.Event(device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(device))
         return event
 
-    def measure(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def measure(start: torch.Event, end: torch.Event) -> float:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
 

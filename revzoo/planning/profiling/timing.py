@@ -20,6 +20,7 @@ from torch import nn
 
 from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import call, isolated, leave_autocast
+from revzoo.device import forget_peak, has_streams
 from revzoo.planning.profiling.clock import Clock, Median, combine_spreads, find_median, make_clock, repeat, smooth_rising
 from revzoo.planning.profiling.hooks import StepHooks, assign_schedule, list_units
 from revzoo.planning.profiling.trace import LossFunction, compute_loss
@@ -247,19 +248,18 @@ def measure_workspace(
         MemoryError: the step ran out of memory.
     """
     device = next(model.parameters()).device
-    if device.type != "cuda":
+    if not has_streams(device):
         return 0
     with preserve_schedules(model):
         _time_step(model, batch, modes, loss, lookahead)  # a warm-up: cuDNN tries kernels that it does not choose
         with memory_errors(), isolated(model, batch) as inputs:
             torch._C._cuda_clearCublasWorkspaces()  # so that they count, whatever ran before
-            torch.cuda.empty_cache()  # and blocks are as large as what they are made for
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
+            forget_peak(device)  # and blocks are as large as what they are made for
+            before = torch.accelerator.memory_allocated(device)
             total = compute_loss(loss, call(model, inputs))
             with leave_autocast():
                 total.backward()
-            taken = torch.cuda.max_memory_allocated(device) - before
+            taken = torch.accelerator.max_memory_allocated(device) - before
     return max(0, -(-(taken - counted_bytes) // _ROUNDING) * _ROUNDING)
 
 
