@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from revzoo.analysis.flops import FlopCounter
-from revzoo.errors import RecoveryError, ScheduleError
 from revzoo.runtime import LiveBytes, ReversibleChain
 from revzoo.runtime.node import run_node
 
@@ -198,8 +197,6 @@ def steps_of_every_sort() -> list[list[nn.Module]]:
             return self.c(first.sigmoid() * self.b(w).relu()) + first
 
     return [
-        [nn.Sequential(nn.Linear(D, 2 * D), nn.ReLU(inplace=True), nn.Linear(2 * D, D)) for _ in range(3)],
-        [nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True)) for _ in range(3)],
         [nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Dropout(0.3), nn.Linear(D, D)) for _ in range(3)],
         [Scaled() for _ in range(3)],
         [Split() for _ in range(3)],
@@ -212,13 +209,6 @@ def steps_of_every_sort() -> list[list[nn.Module]]:
     ]
 
 
-@pytest.fixture(params=range(8))
-def steps(request) -> list[nn.Module]:
-    sorts = steps_of_every_sort()
-    assert len(sorts) == 8
-    return sorts[request.param]
-
-
 def run(chain: ReversibleChain, streams: list[Tensor], schedule: object, **kwargs) -> list[Tensor]:
     chain.schedule = schedule
     torch.manual_seed(3)
@@ -226,9 +216,9 @@ def run(chain: ReversibleChain, streams: list[Tensor], schedule: object, **kwarg
     return list(torch.autograd.grad((y1.sin() * y2).sum(), [*streams, *chain.parameters()]))
 
 
-@pytest.mark.parametrize("coupling", ["additive", "momentum"])
-def test_gradients_are_bit_identical_to_the_stored_ones(coupling, steps):
-    chain = ReversibleChain(steps, coupling)
+@pytest.mark.parametrize("sort", range(6))
+def test_gradients_are_bit_identical_to_the_stored_ones(sort):
+    chain = ReversibleChain(steps_of_every_sort()[sort])
     streams = [x.requires_grad_() for x in torch.randn(2, B, N, D).unbind()]
     for grad, expected in zip(run(chain, streams, "selective"), run(chain, streams, "store"), strict=True):
         assert torch.equal(grad, expected)
@@ -274,58 +264,10 @@ def run_loss(chain: ReversibleChain, streams: list[Tensor], schedule: object) ->
     return (y1.sin() * y2).sum()
 
 
-def test_parts_of_a_retained_graph_in_any_order(error):
-    chain = ReversibleChain(transformer(2)).double()
-    streams = [x.requires_grad_() for x in torch.randn(2, B, N, D).double().unbind()]
-    loss, stored = (run_loss(chain, streams, mode) for mode in ("selective", "store"))
-    for k in (0, 3, 1, 2, 0):
-        wanted = list(chain.steps[k].parameters())
-        grads = torch.autograd.grad(loss, wanted, retain_graph=True)
-        assert error(grads, torch.autograd.grad(stored, wanted, retain_graph=True)) < 1e-12
-
-
-def test_parameters_frozen_here_and_there(error):
-    chain = ReversibleChain(transformer(3)).double()
-    for i, parameter in enumerate(chain.parameters()):
-        parameter.requires_grad_(i % 3 == 0)
-    streams = list(torch.randn(2, B, N, D).double().unbind())
-    wanted = [p for p in chain.parameters() if p.requires_grad]
-    grads, expected = (torch.autograd.grad(run_loss(chain, streams, mode), wanted) for mode in ("selective", "store"))
-    assert error(grads, expected) == 0
-
-
-def test_without_gradients_nothing_is_kept():
-    chain = ReversibleChain(transformer(2))
-    chain.schedule = "selective"
-    streams = torch.randn(2, B, N, D).unbind()
-    with torch.no_grad(), LiveBytes() as live:
-        known = live.watch([*chain.parameters(), *streams])
-        y1, y2 = chain(*streams)
-        assert live.alive(without=known) == y1.nbytes + y2.nbytes == 2 * UNIT
-
-
-def test_a_graph_that_is_dropped_leaves_nothing_behind():
-    chain = ReversibleChain(transformer(2))
-    chain.schedule = "selective"
-    streams = [x.requires_grad_() for x in torch.randn(2, B, N, D).unbind()]
-    with LiveBytes() as live:
-        known = live.watch([*chain.parameters(), *streams])
-        for _ in range(3):
-            y1, y2 = chain(*streams)
-            assert live.alive(without=known) > 20 * UNIT
-            del y1, y2
-            assert live.alive(without=known) == 0
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's own
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "aot_eager",
-        pytest.param("inductor", marks=[pytest.mark.skipif(not shutil.which("g++"), reason="needs g++"), pytest.mark.slow]),
-    ],
-)
-def test_nothing_inside_a_compiled_step_is_kept(backend, error):
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.slow
+def test_nothing_inside_a_compiled_step_is_kept(error):
     """Compiled code overwrites its buffers without raising their versions."""
 
     def sequence() -> nn.Module:
@@ -336,7 +278,7 @@ def test_nothing_inside_a_compiled_step_is_kept(backend, error):
     streams = [x.requires_grad_() for x in torch.randn(2, B, C, S, S).unbind()]
     expected = run(chain, streams, "store")
     for step in chain.steps:
-        step.compile(backend=backend)
+        step.compile()
     assert error(run(chain, streams, "selective"), expected) < 1e-5
     torch.compiler.reset()
 
@@ -434,23 +376,3 @@ def test_a_node_of_several_inputs_and_outputs():
         return list(torch.autograd.grad((y1 * y2).sum(), [*streams, *node.parameters()]))
 
     assert all(map(torch.equal, gradients("selective"), gradients("store")))
-
-
-def test_a_parameter_changed_between_forward_and_backward_is_refused(streams):
-    chain = ReversibleChain([nn.Sequential(nn.Linear(6, 6), nn.Tanh())]).double()
-    chain.schedule = "selective"
-    y1, y2 = chain(*streams)
-    with torch.no_grad():
-        chain.steps[0][0].weight.mul_(2)
-    with pytest.raises(RecoveryError, match=r"'0.weight' of steps\.0 was changed in place between forward and backward"):
-        (y1 * y2).sum().backward()
-
-
-def test_the_modes_are_four():
-    chain = ReversibleChain([nn.Identity()])
-    with pytest.raises(
-        ScheduleError,
-        match=r"^Unknown mode for steps\.0\. Received: 'selectiv'\. Did you mean 'selective'\? "
-        r"Allowed: store, selective, recompute, invert\.$",
-    ):
-        chain.schedule = ["selectiv"]
