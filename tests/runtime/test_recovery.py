@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from revzoo.errors import InputError, RecoveryError, ScheduleError, UnknownNameError
+from revzoo.errors import InputError, RecoveryError, RevzooError
 from revzoo.runtime import Coupling, LiveBytes, ReversibleChain, set_tripwire
 
 
@@ -87,30 +87,20 @@ def test_recompute_stops_at_the_last_dropped_tensor(streams):
     assert log == ["f0", "end0", "f1"]  # tanh's own output is its last saved tensor: the run ends inside Logged 1
 
 
-def test_backward_twice(chain_of, streams, error):
-    chain = chain_of(4)
-    wanted = [*streams, *chain.parameters()]
-    y1, y2 = chain(*streams)
-    loss = (y1 * y2).sum()
-    first = torch.autograd.grad(loss, wanted, retain_graph=True)
-    second = torch.autograd.grad(loss, wanted, retain_graph=True)
-    assert error(second, first) < 1e-12
-    chain.schedule = "store"
-    y1, y2 = chain(*streams)
-    assert error(first, torch.autograd.grad((y1 * y2).sum(), wanted)) < 1e-12
-
-
-def test_parts_of_a_retained_graph_in_any_order(chain_of, streams, error):
+@pytest.mark.parametrize("schedule", ["invert", "selective"])
+def test_parts_of_a_retained_graph_in_any_order(schedule, chain_of, streams, error):
     chain = chain_of(5)
-    y1, y2 = chain(*streams)
-    loss = (y1 * y2).sum()
-    chain.schedule = "store"
-    z1, z2 = chain(*streams)
-    expected_loss = (z1 * z2).sum()
-    for k in (0, 3, 1, 4, 2):
-        wanted = list(chain.steps[k].parameters())
+    loss, expected_loss = (compute_loss(chain, mode, streams) for mode in (schedule, "store"))
+    everything = [*streams, *chain.parameters()]
+    for wanted in (everything, everything, *(list(chain.steps[k].parameters()) for k in (0, 3, 1, 4, 2))):
         grads = torch.autograd.grad(loss, wanted, retain_graph=True)
         assert error(grads, torch.autograd.grad(expected_loss, wanted, retain_graph=True)) < 1e-12
+
+
+def compute_loss(chain: ReversibleChain, schedule: object, streams: tuple[Tensor, Tensor]) -> Tensor:
+    chain.schedule = schedule
+    y1, y2 = chain(*streams)
+    return (y1.sin() * y2).sum()
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -133,36 +123,16 @@ def test_derivatives_of_derivatives_are_those_of_the_stored_run(schedule, exact,
     assert all(map(torch.equal, grads, expected)) if exact else error(grads, expected) < 1e-10
 
 
-def test_an_output_changed_in_place_is_refused(chain_of, streams):
-    y1, y2 = chain_of(2)(*streams)
-    loss = (y1 * y1).sum() + y2.sum()
+@pytest.mark.parametrize("schedule", ["invert", "recompute"])
+def test_a_kept_tensor_changed_in_place_is_refused(schedule, chain_of, streams):
+    chain = chain_of(1)
+    chain.schedule = schedule
+    y1, y2 = chain(*streams)
+    loss = y1.sum() + y2.sum()
     with torch.no_grad():
-        y2.add_(1)
+        (y2 if schedule == "invert" else streams[1]).add_(1)
     with pytest.raises(RecoveryError, match=r"\(3, 6\) that backward needs .* modified in place"):
         loss.backward()
-
-
-def test_a_kept_input_changed_in_place_is_refused(chain_of, streams):
-    chain = chain_of(1)
-    chain.schedule = "recompute"
-    y1, y2 = chain(*streams)
-    with torch.no_grad():
-        streams[1].add_(1)
-    with pytest.raises(RecoveryError, match="modified in place after forward"):
-        (y1 * y2).sum().backward()
-
-
-def test_a_step_that_runs_differently_the_second_time_is_refused(streams):
-    class Alternating(nn.Module):
-        calls = 0
-
-        def forward(self, w):
-            self.calls += 1
-            return w.tanh() if self.calls % 2 else w.sin().exp()
-
-    y1, y2 = ReversibleChain([nn.Tanh(), Alternating()])(*streams)
-    with pytest.raises(RecoveryError, match=r"steps\.1 ran differently the second time: .* 'store'"):
-        (y1 * y2).sum().backward()
 
 
 def test_relu_in_front_and_a_skip_around_the_chain(chain_of, streams, error):
@@ -187,32 +157,16 @@ def test_inputs_and_outputs_are_unchanged_by_backward(chain_of, streams):
 
 
 @pytest.mark.parametrize("schedule", ["invert", "recompute", "selective", ["invert", "selective", "store"]])
-def test_inputs_without_gradient_still_train_the_steps(schedule, chain_of, streams, gradients, error):
+def test_inputs_without_gradient_and_parameters_frozen_here_and_there(schedule, chain_of, streams, gradients, error):
     chain = chain_of(3)
     frozen = [x.detach() for x in streams]
     expected = gradients(chain, frozen, "store")
     assert len(expected) == len(list(chain.parameters()))
     assert error(gradients(chain, frozen, schedule), expected) < 1e-12
-
-
-def test_parameters_frozen_here_and_there(chain_of, streams, gradients, error):
-    chain = chain_of(4)
     for i, parameter in enumerate(chain.parameters()):
         parameter.requires_grad_(i % 3 != 0)
-    expected = gradients(chain, streams, "store")
-    assert error(gradients(chain, streams, "invert"), expected) < 1e-12
-
-
-def test_accumulation_over_micro_batches_equals_the_whole(chain_of, streams, error):
-    chain = chain_of(4)
-    y1, y2 = chain(*streams)
-    (y1 * y2).sum().backward()
-    expected = [p.grad.clone() for p in chain.parameters()]
-    chain.zero_grad()
-    for i in range(3):
-        y1, y2 = chain(*(x[i : i + 1] for x in streams))
-        (y1 * y2).sum().backward()
-    assert error([p.grad for p in chain.parameters()], expected) < 1e-12
+    for inputs in (frozen, streams):
+        assert error(gradients(chain, inputs, schedule), gradients(chain, inputs, "store")) < 1e-12
 
 
 def test_hooks_fire_once_on_parameters_and_once_per_run_on_modules(chain_of, streams):
@@ -232,32 +186,15 @@ def test_hooks_fire_once_on_parameters_and_once_per_run_on_modules(chain_of, str
     assert counts == {"grad": 1, "accumulated": 1, "forward": 2, "backward": 1}
 
 
-def test_an_unused_output_leaks_nothing_in_50_steps(chain_of, streams):
-    chain = chain_of(4)
-    with LiveBytes():  # PyTorch may import its compiler here, which leaves the frames around it to the garbage collector
-        chain(*streams)
-    gc.collect()
-    gc.disable()
-    try:
-        with LiveBytes() as live:
-            known = live.watch([*streams, *chain.parameters()])
-            alive = []
-            for _ in range(50):
-                y1, y2 = chain(*streams)
-                torch.autograd.grad(y1.sum(), list(chain.steps[0].parameters()))
-                del y1, y2
-                alive.append(live.alive(without=known))
-    finally:
-        gc.enable()
-    assert alive == [0] * 50
-
-
 @pytest.mark.parametrize(
     ("schedule", "kept"), [("invert", 2), ("recompute", 4), ("selective", 4), (["invert", "recompute", "invert", "invert"], 3)]
 )
-def test_a_forward_without_backward_is_freed_without_the_garbage_collector(schedule, kept, streams):
+def test_a_graph_is_freed_without_the_garbage_collector(schedule, kept, streams):
     chain = ReversibleChain([Function(torch.tanh) for _ in range(4)])
     chain.schedule = schedule
+    with LiveBytes():  # PyTorch may import its compiler here, which leaves the frames around it to the garbage collector
+        chain(*streams)[0].sum().backward()
+    gc.collect()
     gc.disable()
     try:
         with LiveBytes() as live:
@@ -265,6 +202,7 @@ def test_a_forward_without_backward_is_freed_without_the_garbage_collector(sched
             for _ in range(3):
                 y1, y2 = chain(*streams)
                 alive = live.alive(without=known)
+                torch.autograd.grad(y1.sum(), streams[0])  # y2 is not used
                 del y1, y2
                 assert live.alive(without=known) == 0
                 assert alive == kept * streams[0].nbytes  # of w[1] to w[4], the last two of which are the outputs
@@ -280,11 +218,6 @@ def test_no_grad_keeps_nothing_and_leaves_no_graph(training, chain_of, streams):
         y1, y2 = chain(*streams)
         assert live.alive(without=known) == y1.nbytes + y2.nbytes
     assert y1.grad_fn is None
-
-
-def test_eval_with_gradients_equals_the_stored_run(chain_of, streams, gradients, error):
-    chain = chain_of(3).eval()
-    assert error(gradients(chain, streams, "invert"), gradients(chain, streams, "store")) < 1e-12
 
 
 def mutating(w):
@@ -368,7 +301,7 @@ class Force(nn.Module):
 
 @pytest.mark.parametrize("detaches", [False, True])
 @pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
-@pytest.mark.parametrize("compares", [True, False, "always"])
+@pytest.mark.parametrize("compares", [True, False])
 def test_a_step_may_differentiate_inside_its_forward(mode, detaches, compares, streams, error):
     chain = ReversibleChain([Force(detaches) for _ in range(3)]).double()
     wanted = [*streams, *chain.parameters()]
@@ -384,51 +317,44 @@ def test_a_step_may_differentiate_inside_its_forward(mode, detaches, compares, s
             assert error([g for g in run(mode) if g is not None], expected) < 1e-12
 
 
-def test_refusals_say_what_to_type():
-    with pytest.raises(InputError, match="A chain needs at least one step"):
-        ReversibleChain([])
-    assert len(ReversibleChain(nn.Identity() for _ in range(3)).steps) == 3
-    with pytest.raises(InputError, match="exact is True or False. Received: 'no'"):
-        ReversibleChain([nn.Identity()], exact="no")
-    with pytest.raises(InputError, match=r"a list of Couplings, one per step. Received: \['additive'\]"):
-        ReversibleChain([nn.Identity()], coupling=["additive"])
-    with pytest.raises(InputError, match="A chain takes two tensors. Received: NoneType and Tensor"):
-        ReversibleChain([nn.Identity()])(None, torch.ones(1))
-    shorter = ReversibleChain([nn.Identity()] * 2)
-    del shorter.steps[0]
-    with pytest.raises(ScheduleError, match="This chain was made of 2 steps. Received: 1"):
-        shorter(torch.ones(1), torch.ones(1))
-    with pytest.raises(ScheduleError, match="A schedule is a mode .* or a list of modes. Received: 3"):
-        shorter.schedule = 3
-    with pytest.raises(InputError, match="Step 1 must be a torch.nn.Module. Received: function"):
-        ReversibleChain([nn.Identity(), lambda x: x])
-    with pytest.raises(UnknownNameError, match="Unknown coupling 'aditive'. Did you mean 'additive'?"):
-        ReversibleChain([nn.Identity()], coupling="aditive")
-    with pytest.raises(InputError, match=r"kept for \|b\| = 2\^-kept_bits, .* Received: b = 0.3 and kept_bits = 2"):
-        Coupling(1, 0.3, 1, kept_bits=2)
-    forgetful = ReversibleChain([nn.Identity()], coupling=Coupling(1, 0, 1))
-    with pytest.raises(RecoveryError, match=r"steps\.0 cannot be inverted: with b = 0 it forgets the older stream. Set"):
-        forgetful(torch.ones(1), torch.ones(1))
-    with pytest.raises(InputError, match="b = 0 has no inverse"):
-        forgetful.inverse(torch.ones(1), torch.ones(1))
-    keeping = ReversibleChain([nn.Identity()], coupling=Coupling(1, 0.5, 1, kept_bits=1))
-    with pytest.raises(InputError, match="The inverse needs the bits that forward kept"):
-        keeping.inverse(torch.ones(1), torch.ones(1))
-    with pytest.raises(InputError, match=r"Exact arithmetic needs \|b\| = 1, or .* Received: b = 0.3"):
-        ReversibleChain([nn.Identity()] * 2, coupling=[Coupling(1, 0.5, 1, kept_bits=1), Coupling(1, 0.3, 1)])
-    with pytest.raises(InputError, match=r"Exact arithmetic needs \|b\| = 1, or .* Received: b = -0.9. Use kept_bits"):
-        ReversibleChain([nn.Identity()], coupling="momentum", exact=True)
-    with pytest.raises(InputError, match="One coupling for each of 2 steps is needed. Received: 1"):
-        ReversibleChain([nn.Identity()] * 2, coupling=[Coupling(0, 1, 1)])
-    chain = ReversibleChain([nn.Identity()] * 2)
-    with pytest.raises(ScheduleError, match="one mode for each of 2 units. Received: 3"):
-        chain.schedule = ["store"] * 3
-    with pytest.raises(ScheduleError, match=r"Unknown mode for steps\.1. Received: 'inverse'. Did you mean 'invert'\?"):
-        chain.schedule = ["store", "inverse"]
-    with pytest.raises(InputError, match="torch.float32 on cpu and torch.float64 on cpu"):
-        chain(torch.ones(1), torch.ones(1).double())
-    with pytest.raises(InputError, match=r"steps\.0 must return a tensor shaped like .* \(2, 3\). Received: \(2, 1\)"):
-        ReversibleChain([nn.Linear(3, 1)])(torch.ones(2, 3), torch.ones(2, 3))
+def chain_with(coupling: object, count: int = 1, **options: object) -> ReversibleChain:
+    return ReversibleChain([nn.Identity()] * count, coupling, **options)
+
+
+def shorten() -> ReversibleChain:
+    chain = chain_with("additive", 2)
+    del chain.steps[0]
+    return chain
+
+
+ONE = torch.ones(1)
+REFUSALS = [
+    (lambda: ReversibleChain([]), "A chain needs at least one step"),
+    (lambda: chain_with("additive", exact="no"), "exact is True or False. Received: 'no'"),
+    (lambda: chain_with(["additive"]), r"a list of Couplings, one per step. Received: \['additive'\]"),
+    (lambda: chain_with("additive")(None, ONE), "A chain takes two tensors. Received: NoneType and Tensor"),
+    (lambda: chain_with("additive")(ONE, ONE.double()), "torch.float32 on cpu and torch.float64 on cpu"),
+    (lambda: shorten()(ONE, ONE), "This chain was made of 2 steps. Received: 1"),
+    (lambda: setattr(shorten(), "schedule", 3), "A schedule is a mode .* or a list of modes. Received: 3"),
+    (lambda: setattr(shorten(), "schedule", ["store"] * 3), "one mode for each of 2 units. Received: 3"),
+    (lambda: setattr(shorten(), "schedule", ["store", "inverse"]), r"steps\.1. Received: 'inverse'. Did you mean 'invert'\?"),
+    (lambda: ReversibleChain([nn.Identity(), lambda x: x]), "Step 1 must be a torch.nn.Module. Received: function"),
+    (lambda: chain_with("aditive"), "Unknown coupling 'aditive'. Did you mean 'additive'?"),
+    (lambda: Coupling(1, 0.3, 1, kept_bits=2), r"kept for \|b\| = 2\^-kept_bits, .* Received: b = 0.3 and kept_bits = 2"),
+    (lambda: chain_with(Coupling(1, 0, 1))(ONE, ONE), r"steps\.0 cannot be inverted: with b = 0 it forgets"),
+    (lambda: chain_with(Coupling(1, 0, 1)).inverse(ONE, ONE), "b = 0 has no inverse"),
+    (lambda: chain_with(Coupling(1, 0.5, 1, kept_bits=1)).inverse(ONE, ONE), "needs the bits that forward kept"),
+    (lambda: chain_with([Coupling(1, 0.5, 1, kept_bits=1), Coupling(1, 0.3, 1)], 2), r"needs \|b\| = 1, or .* b = 0.3"),
+    (lambda: chain_with("momentum", exact=True), r"Exact arithmetic needs \|b\| = 1, or .* b = -0.9. Use kept_bits"),
+    (lambda: chain_with([Coupling(0, 1, 1)], 2), "One coupling for each of 2 steps is needed. Received: 1"),
+    (lambda: ReversibleChain([nn.Linear(3, 1)])(*torch.ones(2, 2, 3)), r"steps\.0 must return .* \(2, 3\). Received: \(2, 1\)"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSALS, ids=lambda each: each if isinstance(each, str) else "")
+def test_refusals_say_what_to_type(make, message):
+    with pytest.raises(RevzooError, match=message):
+        make()
 
 
 @pytest.mark.parametrize("mode", ["store", "selective", "recompute", "invert"])
