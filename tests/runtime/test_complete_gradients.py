@@ -11,8 +11,7 @@ from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.complete_gradients import take_gradients
 from revzoo.runtime.schedule import MODES
 
-SCHEDULES = (*MODES, ["invert", "recompute", "invert", "invert"], ["store", "invert", "selective", "invert"])
-each_schedule = pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+SCHEDULES = (*MODES, ["store", "invert", "selective", "invert"])
 
 
 class AddsBias(nn.Module):
@@ -92,7 +91,7 @@ def train(chain: ReversibleChain, inside: bool) -> list[int]:
     return counts
 
 
-@each_schedule
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("kind", ["bias", "twice", "scale", "shared", "frozen"])
 def test_weights_are_those_of_changing_them_afterwards(kind, schedule):
     chain = ReversibleChain(make_steps(kind)).double()

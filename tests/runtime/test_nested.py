@@ -4,7 +4,6 @@ from collections import OrderedDict, UserDict, namedtuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import register_dataclass
 
 from revzoo.runtime.nested import map_tensors, tensors_in
 
@@ -51,17 +50,3 @@ def test_mapped_collections_keep_their_types():
 def test_a_generator_is_not_mapped():
     generator = (t for t in torch.zeros(3).unbind())
     assert map_tensors(lambda t: t + 1, generator) is generator
-
-
-def test_registered_classes_are_entered():
-    from dataclasses import dataclass
-
-    @dataclass
-    class Output:
-        logits: torch.Tensor
-        label: int
-
-    register_dataclass(Output)
-    output = map_tensors(lambda t: t + 1, Output(torch.zeros(1), 5))
-    assert (type(output), output.logits.item(), output.label) == (Output, 1, 5)
-    assert list(tensors_in([output])) == [output.logits]

@@ -336,8 +336,11 @@ REFUSALS = [
     (lambda: chain_with("additive")(ONE, ONE.double()), "torch.float32 on cpu and torch.float64 on cpu"),
     (lambda: shorten()(ONE, ONE), "This chain was made of 2 steps. Received: 1"),
     (lambda: setattr(shorten(), "schedule", 3), "A schedule is a mode .* or a list of modes. Received: 3"),
-    (lambda: setattr(shorten(), "schedule", ["store"] * 3), "one mode for each of 2 units. Received: 3"),
-    (lambda: setattr(shorten(), "schedule", ["store", "inverse"]), r"steps\.1. Received: 'inverse'. Did you mean 'invert'\?"),
+    (lambda: setattr(chain_with("additive", 2), "schedule", ["store"] * 3), "one mode for each of 2 units. Received: 3"),
+    (
+        lambda: setattr(chain_with("additive", 2), "schedule", ["store", "inverse"]),
+        "Received: 'inverse'. Did you mean 'invert'",
+    ),
     (lambda: ReversibleChain([nn.Identity(), lambda x: x]), "Step 1 must be a torch.nn.Module. Received: function"),
     (lambda: chain_with("aditive"), "Unknown coupling 'aditive'. Did you mean 'additive'?"),
     (lambda: Coupling(1, 0.3, 1, kept_bits=2), r"kept for \|b\| = 2\^-kept_bits, .* Received: b = 0.3 and kept_bits = 2"),

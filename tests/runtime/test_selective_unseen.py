@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import register_flop_formula
 
@@ -84,24 +82,6 @@ def read_array(s: Pair, w: Tensor) -> Tensor:
     return s.b(w).sin() * torch.from_numpy(np.tanh(s.a(w).detach().numpy()))
 
 
-def read_array_or_go_on(s: Pair, w: Tensor) -> Tensor:
-    h = s.a(w).detach()
-    try:
-        factor = float(h.numpy()[0, 0, 0])
-    except Exception:
-        factor = 0.0
-    return s.b(w).sin() * factor
-
-
-def read_for_a_log(s: Pair, w: Tensor) -> Tensor:
-    s.last = np.asarray(s.a(w).detach()).mean()
-    return s.b(w).sin()
-
-
-def read_by_dlpack(s: Pair, w: Tensor) -> Tensor:
-    return s.b(w).sin() * torch.from_dlpack(s.a(w).detach()).sigmoid()
-
-
 def read_in_a_thread(s: Pair, w: Tensor) -> Tensor:
     h = s.a(w).detach()
     with ThreadPoolExecutor(1) as executor:
@@ -118,10 +98,6 @@ def fill_through_pointers(s: Pair, w: Tensor) -> Tensor:
     return RawTanh.apply(s.a(w))
 
 
-def fill_through_pointers_between(s: Pair, w: Tensor) -> Tensor:
-    return s.b(RawTanh.apply(s.a(w))).sin()
-
-
 def overwrite_through_an_array(s: Pair, w: Tensor) -> Tensor:
     h = s.a(w)
     view = h.detach().numpy()
@@ -129,21 +105,9 @@ def overwrite_through_an_array(s: Pair, w: Tensor) -> Tensor:
     return s.b(h.sin())
 
 
-def overwrite_through_a_storage(s: Pair, w: Tensor) -> Tensor:
-    h = s.a(w)
-    torch.empty(0).set_(h.detach().untyped_storage(), 0, h.shape, h.stride()).mul_(2)
-    return s.b(h.sin())
-
-
 def overwrite_through_data(s: Pair, w: Tensor) -> Tensor:
     h = s.a(w)
     h.data.mul_(2)
-    return s.b(h.sin())
-
-
-def replace_data(s: Pair, w: Tensor) -> Tensor:
-    h = s.a(w)
-    h.data = h.data * 2
     return s.b(h.sin())
 
 
@@ -156,10 +120,6 @@ def draw_in_a_custom_product(s: Pair, w: Tensor) -> Tensor:
     return F.dropout(s.b(h.sin()), 0.5).sin()
 
 
-def draw_on_the_way_to_nothing(s: Pair, w: Tensor) -> Tensor:
-    return F.dropout(s.b(w.sin()), 0.5).tanh() + F.dropout(s.a(w) + 1, 0.5)
-
-
 def draw_before_what_is_saved(s: Pair, w: Tensor) -> Tensor:
     u = F.dropout(s.a(w) + 1, 0.5)
     return F.dropout(s.b(w.sin()), 0.5).tanh() + u
@@ -170,23 +130,10 @@ def draw_in_attention(s: Pair, w: Tensor) -> Tensor:
     return s.b(F.scaled_dot_product_attention(q, kv, kv, dropout_p=0.3)[:, 0]).sin()
 
 
-def build_a_cache(s: Pair, w: Tensor) -> Tensor:
-    if s.cache is None:
-        s.cache = s.a.weight.detach() @ s.a.weight.detach()
-    return (s.b(w) @ s.cache).sin()
-
-
 def build_a_cache_like_what_follows(s: Pair, w: Tensor) -> Tensor:
     if s.cache is None:
         s.cache = torch.mm(torch.ones(B * N, D), s.b.weight.detach())
     return (torch.mm(w.reshape(-1, D), s.a.weight) * s.cache).sin().view_as(w)
-
-
-def build_a_cache_in_between(s: Pair, w: Tensor) -> Tensor:
-    h = s.a(w).sin()
-    if s.cache is None:
-        s.cache = s.b.weight.detach().cos()
-    return (h @ s.cache).tanh()
 
 
 def build_a_cache_just_before(s: Pair, w: Tensor) -> Tensor:
@@ -196,10 +143,6 @@ def build_a_cache_just_before(s: Pair, w: Tensor) -> Tensor:
     if s.cache is None:
         s.cache = torch.mm(right, second.detach())
     return torch.atan2(torch.mm(left, first), s.cache).view_as(w)
-
-
-def multiply_sparse(s: Pair, w: Tensor) -> Tensor:
-    return torch.sparse.mm(torch.eye(B * N).to_sparse(), s.a(w).reshape(-1, D)).view_as(w).sin()
 
 
 def make_sparse(s: Pair, w: Tensor) -> Tensor:
@@ -212,12 +155,6 @@ def write_into_a_buffer(s: Pair, w: Tensor) -> Tensor:
         torch.mm(w.reshape(-1, D), s.a.weight, out=buffer)
         buffer.addmm_(w.reshape(-1, D), s.b.weight)
     return (w * buffer.view_as(w)).sin()
-
-
-def write_parts_of_a_buffer(s: Pair, w: Tensor) -> Tensor:
-    buffer = torch.empty(B, N, 2 * D)
-    buffer[..., :D], buffer[..., D:] = s.a(w), s.b(w)
-    return buffer.sin()[..., :D] * buffer[..., D:].cos()
 
 
 def change_a_view(s: Pair, w: Tensor) -> Tensor:
@@ -233,19 +170,8 @@ def change_in_a_list(s: Pair, w: Tensor) -> Tensor:
     return h[0].sin() * h[1].tanh()
 
 
-def compute_a_list(s: Pair, w: Tensor) -> Tensor:
-    first, second = torch._foreach_sin(torch._foreach_mul([s.a(w), s.b(w)], 2.0))
-    return first * second
-
-
 def add_what_nothing_needs(s: Pair, w: Tensor) -> Tensor:
     unneeded = (s.a(w) + 1).view(-1, D).view_as(w) * 2
-    return s.b(w.sin()).tanh() + unneeded
-
-
-def change_what_nothing_needs(s: Pair, w: Tensor) -> Tensor:
-    unneeded = s.a(w)
-    unneeded += 1
     return s.b(w.sin()).tanh() + unneeded
 
 
@@ -255,11 +181,6 @@ def gate(s: Pair, w: Tensor) -> Tensor:
 
 def freeze(s: Pair, w: Tensor) -> Tensor:
     return s.b(s.a(w) + 1) * 2 + w.sin()
-
-
-def branch(s: Pair, w: Tensor) -> Tensor:
-    h = s.a(w)
-    return s.b(h.sin() if h.mean() > 0 else h.cos())
 
 
 def route(s: Pair, w: Tensor) -> Tensor:
@@ -276,17 +197,8 @@ def map_over_examples(s: Pair, w: Tensor) -> Tensor:
     return torch.func.vmap(lambda x: s.a(x).sin() @ s.b.weight)(w)
 
 
-def push_forward(s: Pair, w: Tensor) -> Tensor:
-    return torch.func.jvp(lambda x: s.a(x).sin(), (w,), (torch.ones_like(w),))[1] + s.b(w).sin()
-
-
 def checkpoint_inside(s: Pair, w: Tensor) -> Tensor:
     return s.b(checkpoint(lambda x: F.dropout(s.a(x), 0.5).sin(), w.tanh(), use_reentrant=False))
-
-
-def transform(s: Pair, w: Tensor) -> Tensor:
-    spectrum = torch.fft.rfft(s.a(w)) * torch.view_as_complex(torch.stack([s.b(w)[..., :9], s.a(w)[..., :9]], -1))
-    return torch.fft.irfft(spectrum, n=D).sin()
 
 
 def multiply_complex(s: Pair, w: Tensor) -> Tensor:
@@ -294,58 +206,31 @@ def multiply_complex(s: Pair, w: Tensor) -> Tensor:
     return (z @ z.conj().mT @ z).abs().sin()
 
 
-def contract(s: Pair, w: Tensor) -> Tensor:
-    return torch.einsum("bij,bkj,bkl->bil", s.a(w), s.b(w).sin(), w.sin())
-
-
-def solve(s: Pair, w: Tensor) -> Tensor:
-    h = s.a(w)
-    return torch.linalg.solve(h.mT @ h + torch.eye(D), s.b(w).mT).mT.sin()
-
-
 CASES: dict[Function, str] = {
     read_values: "kept",
     read_array: "again",
-    read_array_or_go_on: "kept",
-    read_for_a_log: "kept",
-    read_by_dlpack: "again",
     read_in_a_thread: "again",
     compute_in_a_thread: "kept",  # FlopCounter does not see the other thread either
     fill_through_pointers: "kept",
-    fill_through_pointers_between: "kept",
     overwrite_through_an_array: "again",
-    overwrite_through_a_storage: "again",
     overwrite_through_data: "again",
-    replace_data: "kept",
     draw_in_a_custom_operation: "kept",
     draw_in_a_custom_product: "kept",
-    draw_on_the_way_to_nothing: "kept",
     draw_before_what_is_saved: "kept",
     draw_in_attention: "kept",
-    build_a_cache: "twice",
     build_a_cache_like_what_follows: "twice",
-    build_a_cache_in_between: "kept",
     build_a_cache_just_before: "again",
-    multiply_sparse: "kept",
     make_sparse: "kept",
     write_into_a_buffer: "again",
-    write_parts_of_a_buffer: "kept",
     change_a_view: "again",
     change_in_a_list: "again",
-    compute_a_list: "kept",
     add_what_nothing_needs: "kept",
-    change_what_nothing_needs: "partly again",
     gate: "kept",
     freeze: "kept",
-    branch: "kept",
     route: "kept",
     map_over_examples: "kept",
-    push_forward: "kept",
     checkpoint_inside: "kept",
-    transform: "kept",
     multiply_complex: "kept",
-    contract: "kept",
-    solve: "kept",
 }
 
 
@@ -386,14 +271,9 @@ def test_gradients_are_bit_identical_to_the_stored_ones(function):
     recomputed_flops = results["recompute"][2]
     assert {
         "kept": flops == stored_flops,
-        "partly again": stored_flops < flops < recomputed_flops,
         "again": flops == recomputed_flops,
         "twice": flops > recomputed_flops,  # the first attempt does not count
     }[CASES[function]]
-
-
-def test_the_cases_are_as_many_as_were_written():
-    assert len(CASES) == 42
 
 
 def mlp() -> nn.Module:
@@ -420,50 +300,6 @@ def test_a_weight_that_autocast_has_cast_before(inside):
         results[mode] = grads, counter.forward + counter.backward
     assert all(map(torch.equal, results["selective"][0], results["store"][0]))
     assert results["selective"][1] == results["store"][1]
-
-
-class Opaque(Tensor):
-    """A tensor that wraps another one, and does not say which."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device, requires_grad=False
-        )
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = func(*tree_map_only(Opaque, lambda t: t.inner, args), **tree_map_only(Opaque, lambda t: t.inner, kwargs))
-        return return_and_correct_aliasing(func, args, kwargs, tree_map_only(Tensor, cls, out))
-
-
-class Wrapper(Opaque):
-    """A tensor that wraps another one, as DTensor does."""
-
-    def __tensor_flatten__(self):
-        return ["inner", "name"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, _, __, ___):
-        return Wrapper(inner["inner"])
-
-    name = "no tensor, as the mesh of a DTensor"
-
-
-@pytest.mark.parametrize("kind", [Opaque, Wrapper])
-def test_streams_that_wrap_tensors(kind):
-    torch.manual_seed(1)
-    steps = [mlp(), Pair(add_what_nothing_needs), Pair(gate), mlp()]
-    results = {
-        mode: run(steps, mode, [kind(x.detach()).requires_grad_() for x in make_streams()]) for mode in ("store", "selective")
-    }
-    for grad, expected in zip(results["selective"][0], results["store"][0], strict=True):
-        assert torch.equal(getattr(grad, "inner", grad), getattr(expected, "inner", expected))
-    assert results["selective"][2] == results["store"][2] > 0
 
 
 @pytest.fixture
