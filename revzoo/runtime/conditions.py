@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from revzoo.device import find_graph
 from revzoo.errors import RecoveryError
 from revzoo.runtime.forward import Forward, take_turn
-from revzoo.runtime.inventory import Inventory, Tensors, get_root, take_inventory
+from revzoo.runtime.inventory import Attributes, Inventory, Tensors, take_inventory
 from revzoo.runtime.random_state import RandomState, Snapshot, find_generators, leaves_alone
 
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
@@ -31,11 +31,10 @@ class Conditions:
     """
 
     __slots__ = (
-        "_graph", "_name", "_root", "_statistics", "_versions", "fixed", "forward", "inventory", "random",
+        "_graph", "_name", "_statistics", "_versions", "fixed", "forward", "inventory", "random",
     )  # fmt: skip
 
     def __init__(self, f: Callable[..., Any], name: str, forward: Forward, inventory: Inventory | None = None):
-        self._root = get_root(f) if isinstance(f, nn.Module) else None
         self._name = name
         self.forward = forward
         self.inventory = inventory = take_inventory(f) if inventory is None else inventory
@@ -85,19 +84,17 @@ class Conditions:
             )
         turn = take_turn(self.forward.device)
         states: list[Tensor] | None = None
-        root, training, statistics, entered, attributes = self._root, inventory.training, None, None, None
+        training, statistics, entered, attributes = inventory.read_training(), None, None, None
         try:
-            if root is not None:
-                training = inventory.read_training(root)
-                if training != inventory.training:
-                    inventory.set_training(root, inventory.training)
-                if inventory.statistics:
-                    statistics = self._rewind_statistics()
-                # FSDP gathers weights before a call and frees them later, however the call ends; and while a thread looks
-                # ahead, hooks of gradients may set attributes.
-                if (learned.sets_attributes or self.is_observed) and not (self.forward.is_one_of_several or leaves_alone()):
-                    attributes = inventory.read_attributes(root)
-                learned.trials -= 1
+            if training != inventory.training:
+                inventory.set_training(inventory.training)
+            if inventory.statistics:
+                statistics = self._rewind_statistics()
+            # FSDP gathers weights before a call and frees them later, however the call ends; and while a thread looks ahead,
+            # hooks of gradients may set attributes.
+            if (learned.sets_attributes or self.is_observed) and not (self.forward.is_one_of_several or leaves_alone()):
+                attributes = Attributes(*inventory.modules)
+            learned.trials -= 1
             if random.has_drawn or self.forward.round is not None:
                 states = random.rewind()
             entered = settings.enter()
@@ -112,8 +109,8 @@ class Conditions:
             if statistics is not None:
                 for buffers, present in zip(inventory.statistics, statistics, strict=True):
                     buffers.update(present)
-            if root is not None and training != inventory.training:
-                inventory.set_training(root, training)
+            if training != inventory.training:
+                inventory.set_training(training)
             turn.release()
 
     def require_unchanged(self) -> None:
@@ -125,10 +122,9 @@ class Conditions:
                 "optimizer inside backward (register_post_accumulate_grad_hook), no step may end by adding a parameter: its "
                 "gradient is complete before the step runs again."
             )
-        inventory = self.inventory
-        if inventory.has_same_entries():
+        if self.inventory.has_same_entries():
             return
-        if self._root is not None and (replaced := inventory.find_replaced(self._root)):
+        if replaced := self.inventory.find_replaced():
             raise RecoveryError(
                 f"{replaced!r} of {self._name} was another tensor or module in forward, as under torch.func.functional_call or "
                 "after load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
@@ -174,7 +170,7 @@ class Conditions:
         if now == self._versions:
             return None
         tensor = next(t for t, a, b in zip(self.fixed, now, self._versions, strict=True) if a != b)
-        return "side input" if self._root is None else self.inventory.name(self._root, tensor)
+        return self.inventory.name(tensor)
 
 
 def _clone(buffers: Mapping[str, Tensor | None]) -> Tensors:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.errors import InputError
-from revzoo.runtime.compiling import are_compiled
 from revzoo.sharded import is_sharded
 
 Tensors = dict[str, Tensor | None]
@@ -44,7 +43,8 @@ class Inventory:
 
     def __init__(self, root: nn.Module | None, silent: Sequence[nn.Module] = ()):
         modules = [] if root is None else _walk(root, silent)
-        self._inside = modules[1:]
+        self._root = None if root is None else ref(root)
+        self.submodules: Sequence[nn.Module] = modules[1:]
         self.training = list(map(_is_training, modules))
         # Views of dictionaries, which show what is in them at any time.
         self._entries = [cast(dict[str, Any], d).values() for m in modules for d in (m._modules, m._parameters, m._buffers)]
@@ -65,42 +65,35 @@ class Inventory:
             self.fixed = [t for t in self.fixed if not t.is_inference()]  # they have no version, nor can they change
         self.devices = frozenset(map(_get_device, self.fixed))
         self.learned = Learned() if root is None else _find_learned(root)
-        self._root = None if root is None else ref(root)
         self.named: dict[Any, list[nn.Module]] = {}  # submodules by the patterns that name them
 
     @property
-    def submodules(self) -> Sequence[nn.Module]:
-        """The modules inside."""
-        return self._inside
+    def root(self) -> nn.Module | None:
+        """The module itself."""
+        return None if self._root is None else self._root()
 
-    def belongs_to(self, root: nn.Module) -> bool:
-        """Return whether this was found for the module itself, and not for another one that it is a shallow copy of."""
-        return self._root is not None and self._root() is root
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The module and those inside, as long as it exists."""
+        root = self.root
+        return [] if root is None else [root, *self.submodules]
 
     def has_same_entries(self) -> bool:
         """Return whether every dictionary holds the very objects that it held."""
         return list(map(id, chain.from_iterable(self._entries))) == self._ids
 
-    def read_training(self, root: nn.Module) -> list[bool]:
+    def read_training(self) -> list[bool]:
         """Return the training flags of all modules as they are now."""
-        return [root.training, *map(_is_training, self._inside)]
-
-    def has_compiled(self, root: nn.Module) -> bool:
-        """Return whether one of the modules was compiled by itself."""
-        return are_compiled((root, *self._inside))
-
-    def read_attributes(self, root: nn.Module) -> "Attributes":
-        """Return what all modules have set on themselves."""
-        return Attributes(root, *self._inside)
+        return list(map(_is_training, self.modules))
 
     @cached_property
     def has_layers(self) -> bool:
         """Whether one of the modules defines an inverse, so that it may be undone by itself."""
-        return any(defines_inverse(m) for m in self._inside)
+        return any(map(defines_inverse, self.submodules))
 
-    def set_training(self, root: nn.Module, wanted: list[bool]) -> None:
+    def set_training(self, wanted: list[bool]) -> None:
         """Set each flag: not by .train(), since submodules have flags of their own."""
-        for module, flag in zip((root, *self._inside), wanted, strict=True):
+        for module, flag in zip(self.modules, wanted, strict=True):
             module.training = flag
 
     @cached_property
@@ -117,23 +110,23 @@ class Inventory:
         moving = (buffers for buffers, only_moves in zip(self.statistics, self.only_moves, strict=True) if only_moves)
         return frozenset(len(b) for buffers in moving for b in buffers.values() if b is not None and b.dim() == 1)
 
-    def find_replaced(self, root: nn.Module) -> str | None:
+    def find_replaced(self) -> str | None:
         """Return the name of a tensor that was replaced by another. FSDP exchanges shards and whole tensors of one."""
         for tensors, then in zip(self._holders, self._held, strict=True):
             for key, t in then.items():
                 now = tensors.get(key)
                 if now is not t and now is not None and t is not None and not is_sharded(t, now):
-                    return self.name(root, t)
+                    return self.name(t)
         for modules, children in self._children:
             for key, child in children.items():
                 if child is not None and modules.get(key) is not child and modules.get(key) is not None:
                     return key
         return None
 
-    def name(self, root: nn.Module, tensor: Tensor) -> str:
+    def name(self, tensor: Tensor) -> str:
         """Return the name that a tensor had, relative to the module; "side input" if it is none of the module's."""
         copies = {id(tensors): then for tensors, then in zip(self._holders, self._held, strict=True)}
-        for name, module in root.named_modules():
+        for name, module in () if self.root is None else self.root.named_modules():
             for tensors in (module._parameters, module._buffers):
                 for key, t in copies.get(id(tensors), {}).items():
                     if t is tensor:
@@ -206,8 +199,9 @@ def take_inventory(f: Any) -> Inventory:
         silent = cast(Any, f).silent_modules
         name = "_".join([_NAME, *(str(id(m)) for m in silent)])
     known: Inventory | None = root.__dict__.get(name)
-    is_known = known is not None and known.belongs_to(root) and known.has_same_entries()
-    if known is not None and is_known and known.training == known.read_training(root):
+    # A shallow copy of a module has the inventory of the other one.
+    is_known = known is not None and known.root is root and known.has_same_entries()
+    if known is not None and is_known and known.training == known.read_training():
         return known
     # On the root, not on what stands for it: a network that is deleted is freed with its blocks.
     inventory = root.__dict__[name] = Inventory(root, silent)

@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from revzoo.errors import InputError
 from revzoo.runtime import seams
+from revzoo.runtime.compiling import are_compiled
 from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.exact import attach_graph
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.inventory import defines_inverse, find_submodules, get_root
+from revzoo.runtime.inventory import defines_inverse, find_submodules
 
 
 class KeptRegions:
@@ -162,7 +163,7 @@ def keep_regions(f: Callable[..., Any], name: str, forward: Forward, conditions:
     if forward.keep:
         named = inventory.named.get((name, forward.keep)) or find_submodules(f, name, forward.keep)
         inventory.named[name, forward.keep] = named
-    is_compiled = inventory.has_compiled(get_root(f))
+    is_compiled = are_compiled(inventory.modules)
     if refused := [module for module in named if is_compiled or not _may_have_hooks(module)]:
         raise InputError(
             f"keep names a {type(refused[0]).__name__} of {name} that is compiled, scripted or made of layers with an inverse, "

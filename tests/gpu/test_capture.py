@@ -1,9 +1,8 @@
 """CUDA graphs of whole training steps: every mode is captured after eager steps, and a replay computes what they do."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import pytest
 import torch
@@ -11,73 +10,9 @@ from torch import Tensor, nn
 
 import revzoo
 from revzoo.errors import InputError, RecoveryError
-from revzoo.runtime import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU, LayerChain, ReversibleChain
-from revzoo.runtime.coupling import momentum
 from revzoo.training.captured_step import CapturedStep
 from tests.cuda_stub import stub
-
-DEVICE = "cuda"
-
-
-def make_chain(mode: str = "invert", **options: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    steps = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Dropout(0.1), nn.GELU()) for _ in range(4)]
-    chain = ReversibleChain(steps, **options).to(DEVICE)
-    chain.schedule = mode
-    return chain, tuple(torch.randn(2, 32, 64, device=DEVICE))
-
-
-def make_layers() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    layers = [m for _ in range(3) for m in (CoupledConv2d(16), InvertibleBatchNorm2d(16), InvertibleLeakyReLU(slope=0.2))]
-    return LayerChain(*layers).to(DEVICE), (torch.randn(4, 16, 8, 8, device=DEVICE),)
-
-
-def make_llama() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=256, use_cache=False
-    )
-    model = transformers.LlamaForCausalLM(config).to(DEVICE)
-    revzoo.reversible_(model)
-    return Logits(model), (torch.zeros(2, 16, dtype=torch.long, device=DEVICE),)
-
-
-class Logits(nn.Module):
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids).logits
-
-
-def make_in_place() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    timm = pytest.importorskip("timm")
-    model = timm.create_model("resnet18", act_layer="leaky_relu").train()
-    revzoo.inplace_abn_(model, torch.randn(2, 3, 64, 64))
-    return model.to(DEVICE), (torch.randn(2, 3, 64, 64, device=DEVICE),)
-
-
-def make_of_zoo(name: str) -> Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]:
-    def make() -> tuple[nn.Module, tuple[Tensor, ...]]:
-        model = revzoo.create(name).to(DEVICE).train()
-        return model, (model.example_input(2),)
-
-    return make
-
-
-FAMILIES = [name for name in revzoo.list_models("*_digits") if not name.startswith("resnext")]
-CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
-    "invert": make_chain,
-    "recompute": lambda: make_chain("recompute"),
-    "selective": lambda: make_chain("selective"),
-    "exact": lambda: make_chain(exact=True),
-    "8 kept bits": lambda: make_chain(coupling=momentum(kept_bits=8, gain=1.0)),
-    "look-ahead": lambda: make_chain(lookahead=1),
-    "layers": make_layers,
-    "reversible Llama": make_llama,
-    "in-place ABN": make_in_place,
-    **{name: make_of_zoo(name) for name in [*FAMILIES, "rev_bert_mini"]},
-}
+from tests.gpu.models import CASES, DEVICE, make_chain
 
 
 class Step:
