@@ -15,7 +15,9 @@ run and another hands them out in the second, so that only what is cheap is comp
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from operator import call
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,13 +153,13 @@ class _Output:
     def leave_out(self) -> None:
         """Free it: nothing that is needed is computed from it. NaN of the same shape will stand in for it."""
         if self.is_kept:
-            self._value = _map(_Layout.of, self._value)
+            self._value = _map(_describe_layout, self._value)
             self.is_left_out, self.tensors, self._versions = True, [], []
 
     def take(self) -> Any:
         """Return the output; None if it has to be computed."""
         if self.is_left_out:
-            return _map(_Layout.stand_in, self._value, _Layout)
+            return _map(call, self._value, partial)
         return None if self.was_modified() else self._value
 
 
@@ -213,21 +215,14 @@ class _HandOut(_Mode):
         self._outputs.clear()
 
 
-class _Layout(NamedTuple):
-    """What is left of an output that is not needed."""
+def _describe_layout(x: Tensor) -> Callable[[], Tensor]:
+    """Return what makes a tensor that stands in for x, from its layout alone."""
+    return partial(_make_stand_in, x.size(), x.stride(), dtype=x.dtype, device=x.device)
 
-    size: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
-    @staticmethod
-    def of(x: Tensor) -> "_Layout":
-        return _Layout(x.size(), x.stride(), x.dtype, x.device)
-
-    def stand_in(self) -> Tensor:
-        x = torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=self.device)
-        return x.fill_(torch.nan) if self.dtype.is_floating_point else x.zero_()
+def _make_stand_in(size: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    x = torch.empty_strided(size, strides, dtype=dtype, device=device)
+    return x.fill_(torch.nan) if dtype.is_floating_point else x.zero_()
 
 
 def _map(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:

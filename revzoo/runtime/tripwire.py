@@ -145,8 +145,7 @@ class Watch:
             size: norm of the original's fingerprint.
         """
         tolerance = comparison.tolerance
-        was_finite = comparison.expected.is_finite and math.isfinite(size)
-        is_finite = comparison.actual.is_finite and not math.isnan(error)
+        was_finite, is_finite = math.isfinite(size), not math.isnan(error)
         if comparison.of_state and not was_finite:
             self._has_overflowed = True
         if not is_finite and self._has_overflowed:
