@@ -155,15 +155,15 @@ class Shared:
     statistics: dict[Node, Tensor] = field(default_factory=dict)
 
 
-def unpack_and_tell(slot: Slot, observer: Observer, first: int) -> Tensor:
-    """Do as `unpack`; the observer hears when a call asks for a tensor, and when it goes on after a recovery."""
+def read_slot_and_tell(slot: Slot, observer: Observer, first: int) -> Tensor:
+    """Do as `read_slot`; the observer hears when a call asks for a tensor, and when it goes on after a recovery."""
     observer.unpack(first + slot.atom, slot)
-    tensor = unpack(slot)
+    tensor = read_slot(slot)
     observer.unpack(first + slot.atom, slot)
     return tensor
 
 
-def unpack(slot: Slot) -> Tensor:
+def read_slot(slot: Slot) -> Tensor:
     """Return the tensor that was saved, recovering the span if it was dropped.
 
     Raises:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from revzoo.graph.atoms import Atom, bind_inputs, list_dead, prepare_calls
-from revzoo.graph.recovery import Kept, Observer, Shared, Slot, SpanRecord, read_geometry, unpack, unpack_and_tell
+from revzoo.graph.recovery import Kept, Observer, Shared, Slot, SpanRecord, read_geometry, read_slot, read_slot_and_tell
 from revzoo.graph.spans import Nest, SpanRecovery, Spans, find_recipe
 from revzoo.runtime.compiling import exclude_from_compilation
 from revzoo.runtime.fingerprint import take_fingerprint
@@ -105,7 +105,7 @@ class _Run:
             self._makers.note(value, node)
         self._packed = _Packed()
         self._small: list[ref[Slot]] = []  # of the present span, kept for being small alone
-        self._unpack = unpack if observer is None else partial(unpack_and_tell, observer=observer, first=first_atom)
+        self._unpack = read_slot if observer is None else partial(read_slot_and_tell, observer=observer, first=first_atom)
 
     def forward(self, output: Node) -> Any:
         spans = self._program.spans

@@ -43,8 +43,8 @@ def apply_plan(run: Run, *, anew: bool = False) -> Plan | None:
         run.model.lookahead = run.recipe.memory.lookahead
         return None
     with _first_coupling(run):
-        step = call_on_all(run.accelerator, lambda: make_planned_step(run))
-        limit = min(gather_object([call_on_all(run.accelerator, lambda: _find_limit(run, step))]))
+        step = call_on_all(lambda: make_planned_step(run))
+        limit = min(gather_object([call_on_all(lambda: _find_limit(run, step))]))
         has_plan = not anew and run.folder.plan.exists()
         plan = call_on_main(run.accelerator, lambda: _read_plan(run, step, limit) if has_plan else _make_plan(run, step, limit))
         with run.accelerator.autocast():

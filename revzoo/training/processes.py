@@ -179,7 +179,7 @@ def call_on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
     return result
 
 
-def call_on_all(accelerator: Accelerator, function: Callable[[], T]) -> T:
+def call_on_all(function: Callable[[], T]) -> T:
     """Call a function in every process and return its result; an error of any of them is raised in every process.
 
     The function must not wait for the other processes.

@@ -163,27 +163,26 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
     processes, own, progress = accelerator.num_processes, accelerator.process_index, Progress()
     whole_batch = recipe.data.batch_size * processes
     if resumed:  # by any number of processes: they share the batches that the run began with
-        progress = call_on_all(accelerator, run_folder.read_progress)
-        whole_batch = call_on_all(accelerator, lambda: read_origin(run_folder)).batch_size
+        progress = call_on_all(run_folder.read_progress)
+        whole_batch = call_on_all(lambda: read_origin(run_folder)).batch_size
         spec_file = str(run_folder.path / "spec.yaml")  # the weights come from the state
         model_options = ModelOptions(spec_file, schedule=model_options.schedule, exact=model_options.exact)
     batch_size = share_batch(whole_batch, processes, recipe)
     reseed(options.seed)
 
     # The spec says what is read of the data, and the data how many outputs the model needs.
-    spec, is_open = call_on_all(accelerator, lambda: load_model_spec(model_options))
+    spec, is_open = call_on_all(lambda: load_model_spec(model_options))
     if recipe.mixup is not None and isinstance(spec.input, TextInput):  # hfds may be either
         raise recipe.error("mixup", str(recipe.mixup), "null, for texts: ids cannot be mixed")
     prepared_as: list[str] = []
     if not resumed:  # the recipe in the folder of a run has it
-        recipe, prepared_as = call_on_all(accelerator, partial(adopt_preprocessing, recipe, spec))
+        recipe, prepared_as = call_on_all(partial(adopt_preprocessing, recipe, spec))
     data_options = replace(recipe.data, batch_size=batch_size, text=_find_tokenizer(recipe.data.text, folder))
-    data = call_on_all(accelerator, lambda: load_data(data_options, spec.input, options.seed, processes))
+    data = call_on_all(lambda: load_data(data_options, spec.input, options.seed, processes))
     if resumed and "outputs" in spec.head.arguments:  # the spec may have more outputs than there are classes
         model_options = replace(model_options, num_outputs=max(spec.head.arguments["outputs"], data.num_classes or 0))
-    model, ema, notes = call_on_all(
-        accelerator, lambda: make_network(model_options, spec, is_open, data, recipe, accelerator.device, mesh)
-    )
+    device = accelerator.device
+    model, ema, notes = call_on_all(lambda: make_network(model_options, spec, is_open, data, recipe, device, mesh))
     origin = Origin.of(recipe, spec if resumed else model.spec, data, whole_batch)
     require_same(origin, Origin.list_changes)
 

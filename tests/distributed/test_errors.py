@@ -56,9 +56,9 @@ def compare_recipes():
     require_same(to_plain(recipe), find_differences)
 
 caught = []
-on_all, on_main = lambda: call_on_all(accelerator, lambda: fail_in(1)), lambda: call_on_main(accelerator, lambda: fail_in(0))
-more = lambda: call_on_all(accelerator, fail_with_more)
-strange = lambda: call_on_all(accelerator, fail_strangely)
+on_all, on_main = lambda: call_on_all(lambda: fail_in(1)), lambda: call_on_main(accelerator, lambda: fail_in(0))
+more = lambda: call_on_all(fail_with_more)
+strange = lambda: call_on_all(fail_strangely)
 for work in (on_all, on_main, check, more, strange, compare, compare_recipes):
     try:
         work()
@@ -67,7 +67,7 @@ for work in (on_all, on_main, check, more, strange, compare, compare_recipes):
 assert "and process 1 has other train.shard than process 0." in caught.pop(), caught
 assert caught[:-1] == ["from 1", "from 0", "The training loss is nan", "Unknown recipe 'x'. Allowed: y.", "from"], caught
 assert "and process 1 has other train.seed, training examples than process 0." in caught[-1], caught
-assert call_on_all(accelerator, lambda: fail_in(2)) == rank
+assert call_on_all(lambda: fail_in(2)) == rank
 assert call_on_main(accelerator, lambda: fail_in(2)) == 0
 torch.distributed.destroy_process_group()
 """
