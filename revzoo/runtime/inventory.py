@@ -46,19 +46,15 @@ class Inventory:
         self._root = None if root is None else ref(root)
         self.submodules: Sequence[nn.Module] = modules[1:]
         self.training = list(map(_is_training, modules))
-        # Views of dictionaries, which show what is in them at any time.
-        self._entries = [cast(dict[str, Any], d).values() for m in modules for d in (m._modules, m._parameters, m._buffers)]
-        self._children = [(m._modules, dict(m._modules)) for m in modules if m._modules]
+        holders = [cast(dict[str, Any], d) for m in modules for d in (m._modules, m._parameters, m._buffers)]
+        self._entries = [d.values() for d in holders]  # views, which show what is in the dictionaries at any time
         self._ids = list(map(id, chain.from_iterable(self._entries)))
         moving = [m for m in modules if isinstance(m, _NormBase) and m.training and m.track_running_stats]
         self.statistics: list[Tensors] = [m._buffers for m in moving]
         self.only_moves = [_only_moves(m) for m in moving]
         skipped = set(map(id, self.statistics))
-        self._holders: list[Tensors] = [
-            d for m in modules for d in (cast(Tensors, m._parameters), m._buffers) if id(d) not in skipped
-        ]
-        self._held = list(map(dict, self._holders))
-        self.fixed = [t for tensors in self._held for t in tensors.values() if t is not None]
+        self._held = [(d, dict(d)) for d in holders if id(d) not in skipped]
+        self.fixed = [t for _, held in self._held for t in held.values() if isinstance(t, Tensor)]
         try:
             list(map(_get_version, self.fixed))
         except RuntimeError:
@@ -111,24 +107,20 @@ class Inventory:
         return frozenset(len(b) for buffers in moving for b in buffers.values() if b is not None and b.dim() == 1)
 
     def find_replaced(self) -> str | None:
-        """Return the name of a tensor that was replaced by another. FSDP exchanges shards and whole tensors of one."""
-        for tensors, then in zip(self._holders, self._held, strict=True):
-            for key, t in then.items():
-                now = tensors.get(key)
-                if now is not t and now is not None and t is not None and not is_sharded(t, now):
-                    return self.name(t)
-        for modules, children in self._children:
-            for key, child in children.items():
-                if child is not None and modules.get(key) is not child and modules.get(key) is not None:
-                    return key
+        """Return the name of what was replaced by another tensor or module. FSDP exchanges shards and whole tensors of one."""
+        for holder, held in self._held:
+            for key, old in held.items():
+                new = holder.get(key)
+                if new is not old and new is not None and old is not None and not is_sharded(old, new):
+                    return self.name(old) if isinstance(old, Tensor) else key
         return None
 
     def name(self, tensor: Tensor) -> str:
         """Return the name that a tensor had, relative to the module; "side input" if it is none of the module's."""
-        copies = {id(tensors): then for tensors, then in zip(self._holders, self._held, strict=True)}
+        held = {id(holder): held for holder, held in self._held}
         for name, module in () if self.root is None else self.root.named_modules():
-            for tensors in (module._parameters, module._buffers):
-                for key, t in copies.get(id(tensors), {}).items():
+            for holder in (module._parameters, module._buffers):
+                for key, t in held.get(id(holder), {}).items():
                     if t is tensor:
                         return f"{name}.{key}".removeprefix(".")
         return "side input"
