@@ -7,8 +7,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+import revzoo
 from revzoo.errors import RecoveryError
 from revzoo.runtime import LayerChain, ReversibleChain
 
@@ -79,6 +81,14 @@ def test_a_difference_that_the_last_tensors_hardly_show_raises(source, kind, dep
         mode = "recompute"  # these layers have no inverse
     with pytest.raises(RecoveryError, match=r"ran differently the second time: .* or set its schedule to 'store'"):
         differentiate(kind, source, depth, mode)
+
+
+def test_a_difference_in_a_reversible_block_raises():
+    model = VisionTransformer(img_size=8, patch_size=4, embed_dim=WIDTH, depth=3, num_heads=2)
+    model.blocks[1].mlp = InOneBranch()
+    revzoo.reversible_(model)
+    with pytest.raises(RecoveryError, match=r"^blocks\.1 ran differently the second time"):
+        model(torch.randn(2, 3, 8, 8)).sum().backward()
 
 
 def _attend(x: Tensor) -> Tensor:

@@ -135,6 +135,19 @@ def test_a_kept_tensor_changed_in_place_is_refused(schedule, chain_of, streams):
         loss.backward()
 
 
+def test_a_step_that_runs_differently_the_second_time_is_refused(streams):
+    class Alternating(nn.Module):
+        calls = 0
+
+        def forward(self, w):
+            self.calls += 1
+            return w.tanh() if self.calls % 2 else w.sin().exp()
+
+    y1, y2 = ReversibleChain([nn.Tanh(), Alternating()])(*streams)
+    with pytest.raises(RecoveryError, match=r"steps\.1 ran differently the second time: .* 'store'"):
+        (y1 * y2).sum().backward()
+
+
 def test_relu_in_front_and_a_skip_around_the_chain(chain_of, streams, error):
     chain = chain_of(3)
 

@@ -105,6 +105,12 @@ def overwrite_through_an_array(s: Pair, w: Tensor) -> Tensor:
     return s.b(h.sin())
 
 
+def overwrite_through_a_storage(s: Pair, w: Tensor) -> Tensor:
+    h = s.a(w)
+    torch.empty(0).set_(h.detach().untyped_storage(), 0, h.shape, h.stride()).mul_(2)
+    return s.b(h.sin())
+
+
 def overwrite_through_data(s: Pair, w: Tensor) -> Tensor:
     h = s.a(w)
     h.data.mul_(2)
@@ -213,6 +219,7 @@ CASES: dict[Function, str] = {
     compute_in_a_thread: "kept",  # FlopCounter does not see the other thread either
     fill_through_pointers: "kept",
     overwrite_through_an_array: "again",
+    overwrite_through_a_storage: "again",
     overwrite_through_data: "again",
     draw_in_a_custom_operation: "kept",
     draw_in_a_custom_product: "kept",
