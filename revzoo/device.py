@@ -18,8 +18,8 @@ def can_read_now(x: Tensor) -> bool:
 
 
 def has_value(x: Tensor) -> bool:
-    """Return whether x holds numbers; meta and fake tensors do not."""
-    return x.device.type != "meta" and not isinstance(x, FakeTensor)
+    """Return whether x holds numbers. Meta and fake tensors do not, nor a tensor that is divided over processes into such."""
+    return x.device.type != "meta" and not isinstance(getattr(x, "_local_tensor", x), FakeTensor)
 
 
 def has_streams(device: torch.device) -> bool:

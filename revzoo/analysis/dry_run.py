@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
-from revzoo.analysis.fake_tensors import find_fake_mode, has_values, is_divided_copy, make_fake, silence_failures
+from revzoo.analysis.fake_tensors import find_fake_mode, is_divided_copy, make_fake, silence_failures
+from revzoo.device import has_value
 from revzoo.errors import InputError, MissingValueError
 from revzoo.runtime.complete_gradients import take_gradients
 from revzoo.runtime.nested import map_tensors, tensors_in
@@ -88,7 +89,7 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
         raise InputError(f"The batch must hold at least one example. Received: {[tuple(t.shape) for t in inputs]}.")
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError("No parameter of the model requires a gradient, so there is no backward to run.")
-    if not fake and not all(map(has_values, inputs)) and all(map(has_values, model.parameters())):
+    if not fake and not all(map(has_value, inputs)) and all(map(has_value, model.parameters())):
         raise InputError("The model's parameters have values. Received: a meta or fake batch. Give both values, or neither.")
     tensors = [*model.parameters(), *model.buffers(), *inputs]
     home = next((t.device for t in [*inputs, *tensors] if not t.is_meta), torch.device("cpu"))

@@ -12,11 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from revzoo.runtime.nested import map_tensors
 
 
-def has_values(t: Tensor) -> bool:
-    """Return whether a tensor has values: it is neither on the meta device nor a FakeTensor."""
-    return not t.is_meta and not isinstance(_find_local(t), FakeTensor)
-
-
 def find_fake_mode(tensors: list[Tensor], always: bool = False) -> FakeTensorMode | None:
     """Return the mode of the first FakeTensor; without one, a new mode if a tensor is on meta or `always` is set, else None."""
     for t in map(_find_local, tensors):

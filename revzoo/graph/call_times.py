@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from revzoo.analysis.dry_run import call, isolated
-from revzoo.analysis.fake_tensors import has_values
+from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, bind_inputs, list_dead, prepare_calls, split_into_atoms
 from revzoo.graph.capture import GraphCall, capture_calls, compute_digest
@@ -58,7 +58,7 @@ def measure_graphs(module: nn.Module, batch: Any) -> list[tuple[str, CallTimes]]
         InputError: there are no values to run with.
         MemoryError: not even the forward fits the memory.
     """
-    if not all(map(has_values, (*module.parameters(), *tensors_in(batch)))):
+    if not all(map(has_value, (*module.parameters(), *tensors_in(batch)))):
         raise InputError("profile=True runs the module, which has no values here. Received: the meta device. Leave it out.")
     times: list[tuple[str, CallTimes]] = []
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from revzoo.analysis.dry_run import call, isolated, leave_autocast, mark_python_streams, require_module
-from revzoo.analysis.fake_tensors import has_values
+from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, split_into_atoms
 from revzoo.graph.expansion import expand_calls
@@ -190,7 +190,7 @@ def capture(module: nn.Module, batch: Any, *, with_values: bool = False) -> Iter
         if captured is not None:
             yield captured
             return
-    if not all(map(has_values, [*module.parameters(), *tensors_in(batch)])):
+    if not all(map(has_value, [*module.parameters(), *tensors_in(batch)])):
         raise InputError(
             f"A step of {type(module).__name__} cannot run without values: it reads the values of tensors, and may decide by "
             "them what to compute. Give module and batch values, or plan a submodule that reads none."

@@ -58,7 +58,7 @@ _OF_DEVICE: dict[str, list[_Setting]] = {
 }
 # Relative spacing of the coarsest numbers that a device computes with in float32: on a GPU, convolutions use TF32 by default.
 _SPACING = {"cuda": 2.0**-10}
-_Entered = tuple[list[Any], bool, torch.device | None]  # the present values, whether they differ, the default device entered
+_Entered = tuple[list[Any], torch.device | None]  # the present values, and the default device entered
 
 
 class Settings:
@@ -75,10 +75,7 @@ class Settings:
         for kind in {"cpu", device.type} - {"meta"}:
             settings += _find_autocast(kind)
         self._readers, self._writers = [read for read, _ in settings], [write for _, write in settings]
-        self._values = self._present = self._read()
-        self._task = -1  # the backward in which the present ones were read
-        self._differs = False  # whether those differ from these
-        self._depth = 0  # of runs under these settings, one inside the other
+        self._values = self._read()
         self._device = _read_default_device()
         autocast = [
             torch.finfo(dtype).eps for enabled, dtype in zip(*[iter(self._values[self._shared :])] * 2, strict=True) if enabled
@@ -92,29 +89,23 @@ class Settings:
         return self._read()[: self._shared] == self._values[: self._shared]
 
     def enter(self) -> _Entered:
-        """Put these settings in force; return what `leave` takes. The present ones are read once in a backward."""
-        task, device = _C._current_graph_task_id(), None
-        if task == -1 or task != self._task or self._depth:
-            self._task, self._present = -1 if self._depth else task, self._read()
-            self._differs = self._present != self._values
-        self._depth += 1
-        present, differs = self._present, self._differs
-        if differs:
+        """Put these settings in force; return what `leave` takes."""
+        present, device = self._read(), None
+        if present != self._values:
             torch.autocast_increment_nesting()  # as `torch.autocast` does, which looks up the device's properties each time
             self._write(self._values, present)
         if (_C._len_torch_function_stack() or self._device != _NO_DEVICE) and _read_default_device() != self._device:
             device = self._device
             device.__enter__()  # a context, since the present one may be that of a `with` of the user
-        return present, differs, device
+        return present, device
 
     def leave(self, entered: _Entered) -> bool:
         """Put the earlier settings in force again; return whether the run has left others than it was given."""
-        present, differs, device = entered
-        self._depth -= 1
+        present, device = entered
         if device is not None:
             device.__exit__(None, None, None)
         now = self._read()
-        if differs and torch.autocast_decrement_nesting() == 0:
+        if present != self._values and torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         if now != present:
             self._write(present, now)

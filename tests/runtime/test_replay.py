@@ -232,35 +232,6 @@ def test_an_error_inside_a_recovery_leaves_stream_and_statistics_as_they_were(st
     assert all(torch.equal(a, b) for a, b in zip(chain.buffers(), buffers, strict=True))
 
 
-def test_checkpointing_inside_a_step(streams, gradients, error):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.2), nn.Tanh(), nn.Linear(12, 6))
-
-        def forward(self, w):
-            return torch.utils.checkpoint.checkpoint(self.net, w, use_reentrant=False)
-
-    chain = ReversibleChain([Checkpointed() for _ in range(3)]).double()
-    torch.manual_seed(1)
-    expected = gradients(chain, streams, "store")
-    torch.manual_seed(1)
-    assert error(gradients(chain, streams, "invert"), expected) < 1e-12
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "last", [nn.RReLU(0.1, 0.9), nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.FeatureAlphaDropout(0.5)], ids=str
-)
-def test_a_second_run_ends_behind_the_last_draw(mode, last, streams, gradients, error):
-    """RReLU saves a tensor that it fills afterwards."""
-    chain = ReversibleChain([nn.Sequential(nn.Linear(6, 6), last) for _ in range(3)]).double()
-    torch.manual_seed(1)
-    expected = gradients(chain, streams, "store")
-    torch.manual_seed(1)
-    assert error(gradients(chain, streams, mode), expected) < 1e-12
-
-
 def test_a_second_run_that_draws_nothing_more_still_stops_early(streams):
     ended = []
     step = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)).double()
@@ -271,20 +242,6 @@ def test_a_second_run_that_draws_nothing_more_still_stops_early(streams):
     assert len(ended) == 1
     (y1 * y2).sum().backward()
     assert len(ended) == 1
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_f_that_catches_exceptions_does_not_catch_the_end_of_a_second_run(mode, streams, gradients, error):
-    class Catching(nn.Module):
-        def forward(self, w):
-            try:
-                return w.tanh()
-            except Exception:
-                return w.sin().exp()
-
-    chain = ReversibleChain([Catching(), Catching()])
-    expected = gradients(chain, streams, "store")
-    assert error(gradients(chain, streams, mode), expected) < 1e-12
 
 
 SETTINGS = {

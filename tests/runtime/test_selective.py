@@ -72,30 +72,27 @@ def added(make, mode: str) -> int:
     return waiting(make, mode, 4) - waiting(make, mode, 3)
 
 
-def test_a_transformer_block_keeps_ten_streams():
-    # w of each of two steps, qkv 3, the attention's output 1, fc1 4; and a log-sum-exp for every token and head.
-    assert added(transformer, "selective") == 10 * UNIT + 4 * B * N * M
-    assert added(transformer, "recompute") == 2 * UNIT
+# w of each of two steps, qkv 3, the attention's output 1, fc1 4; and a log-sum-exp for every token and head. Of two
+# convolutions the first one is kept, of one product none.
+ADDED = {
+    transformer: {"selective": 10 * UNIT + 4 * B * N * M, "recompute": 2 * UNIT},
+    convolution: {"selective": 2 * 2 * IMAGE, "recompute": 2 * IMAGE},
+    linear: {"selective": 2 * UNIT, "recompute": 2 * UNIT, "store": 2 * UNIT},
+}
+
+
+@pytest.mark.parametrize("make", ADDED)
+def test_bytes_that_one_more_pair_of_steps_keeps(make):
+    assert {mode: added(make, mode) for mode in ADDED[make]} == ADDED[make]
 
 
 def test_streams_and_flops_do_not_depend_on_pytorchs_table_of_flops(monkeypatch):
     """As on 2.14, which lacks attention on the CPU; selective would recompute it, and keep 9 streams."""
-    expected = flops(transformer, "store"), flops(transformer, "selective")
     monkeypatch.setattr("torch.utils.flop_counter.flop_registry", {})
-    assert added(transformer, "selective") == 10 * UNIT + 4 * B * N * M
-    assert added(convolution, "selective") == 2 * 2 * IMAGE
-    assert (flops(transformer, "store"), flops(transformer, "selective")) == expected
+    assert added(transformer, "selective") == ADDED[transformer]["selective"]
     attention, layers = 4 * B * N * N * D, 2 * B * N * 12 * D * D  # in each of two blocks
-    assert expected == ((2 * (attention + layers), 2 * (attention * 5 // 2 + 2 * layers)),) * 2
-
-
-def test_a_unit_of_two_convolutions_keeps_its_input_and_the_first_of_them():
-    assert added(convolution, "selective") == 2 * 2 * IMAGE
-    assert added(convolution, "recompute") == 2 * IMAGE
-
-
-def test_a_step_that_is_one_matrix_product_keeps_its_input_alone():
-    assert added(linear, "selective") == added(linear, "recompute") == added(linear, "store") == 2 * UNIT
+    expected = 2 * (attention + layers), 2 * (attention * 5 // 2 + 2 * layers)
+    assert flops(transformer, "store") == flops(transformer, "selective") == expected
 
 
 class Names(TorchDispatchMode):

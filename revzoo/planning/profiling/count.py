@@ -14,7 +14,7 @@ from torch import nn
 
 from revzoo.analysis.chains import find_block_chains, preserve_schedules
 from revzoo.analysis.dry_run import isolated
-from revzoo.analysis.fake_tensors import has_values
+from revzoo.device import has_value
 from revzoo.errors import InputError, MissingValueError, join_names
 from revzoo.planning.profiling.derivation import build_problem
 from revzoo.planning.profiling.hooks import list_units, read_layout
@@ -118,7 +118,7 @@ def _trace_apart(
         with isolated(model, batch, fake=fake) as inputs:
             return trace(model, inputs, modes, loss, lookahead)
     except MissingValueError:
-        if fake and find_block_chains(model) and all(map(has_values, model.parameters())):
+        if fake and find_block_chains(model) and all(map(has_value, model.parameters())):
             return _trace_apart(model, batch, modes, loss, False, lookahead)  # a mixture of experts, for example
         raise
 
