@@ -17,7 +17,7 @@ from revzoo.runtime.observation import Comparison, note_state, states
 from revzoo.runtime.pair_update import Step
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.segment import InvertedSegment, Update
-from revzoo.runtime.tripwire import Watch, get_setting
+from revzoo.runtime.tripwire import Watch, get_setting, judge_deferred
 
 _FULL_ROUNDS = 2
 _PERIOD = 17  # after these, one round in this many; a prime, so that it is not always the same of several micro-batches
@@ -91,6 +91,7 @@ def begin_round(first: Any, x: Tensor, kind: tuple[Any, ...] = ()) -> Round | No
     setting = get_setting()
     if not setting:
         return None if states.observer is None else Round(_Counter(), compares=False)
+    judge_deferred()  # of a backward that autograd's engine has not ended: it was compiled, or has failed
     if torch._C._len_torch_dispatch_stack():  # bytes and FLOPs are counted in one, always those of a backward that is compared
         return Round(_Counter())
     shape = tuple([n if isinstance(n, int) else None for n in x.shape])

@@ -218,7 +218,7 @@ def _measure(expected: list[float], actual: list[float], tolerance: float) -> tu
 
 def judge_deferred() -> None:
     """Raise RecoveryError for the first of the deferred comparisons that does not fit. Waits for the devices."""
-    if is_capturing():  # those of earlier steps do not belong into a graph
+    if not _deferred or is_capturing():  # those of earlier steps do not belong into a graph
         return
     deferred, _deferred[:] = list(_deferred), []
     with _disable_current_modes():  # which may run this step without values

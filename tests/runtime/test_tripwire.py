@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from revzoo import device
 from revzoo.errors import RecoveryError
-from revzoo.runtime import Bijection, ReversibleChain, call_watch, fingerprint, set_tripwire, tripwire
+from revzoo.runtime import Bijection, ReversibleChain, call_watch, fingerprint, set_tripwire
 from revzoo.runtime.coupling import momentum
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.tripwire import Watch
@@ -273,7 +273,14 @@ def test_a_device_sends_its_comparisons_at_the_end_of_backward(settings, schedul
     with pytest.raises(RecoveryError, match=r"^steps\.2 ran differently"):
         run(chain)
     assert len(queued) == 3
-    assert not tripwire._deferred
+
+
+def test_what_a_device_rebuilds_outside_of_a_backward_is_judged_in_the_next_forward(queued):
+    x = torch.randn(5, 6)
+    assert Watch().compare("steps.0", fingerprint.take_fingerprint(x), 2 * x, 1e-3)
+    assert not queued
+    with pytest.raises(RecoveryError, match=r"^steps\.0 ran differently"):
+        run(ReversibleChain([nn.Tanh()]))
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.BatchNorm1d(16)], ids=["layer", "batch"])
