@@ -15,7 +15,7 @@ from revzoo.checkpoint.facts import IMAGE_FACTS
 from revzoo.data.stored_images import convert_image, explain_broken, read_image
 from revzoo.data.tokenizer import Tokenizer, open_tokenizer
 from revzoo.errors import InputError
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.spec.schema import TextInput
 
 _logger = logging.getLogger("revzoo")

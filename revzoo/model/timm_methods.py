@@ -14,6 +14,7 @@ from revzoo.errors import InputError, PartArgumentError, join_names
 from revzoo.model.tap import Tap
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.registry import heads
+from revzoo.runtime.lookahead import begin_lookahead
 from revzoo.spec.edit import with_head
 from revzoo.spec.schema import ImageInput, Spec
 
@@ -212,9 +213,10 @@ class TimmMethods:
         chosen = sorted(set(feature_take_indices(len(names), cast(Any, indices))[0]))
         shapes = self._list_stage_shapes()
         self._check_format(output_fmt, shapes[-1])
-        layout = cast(Any, self).layout()
-        taps = {[e.name for e in layout if e.name.startswith(names[i])][-1]: Tap(self.fuse.join) for i in chosen}
-        final = cast(Any, self)._compute_tapped_features(x, attention_mask, taps, stop_early)
+        model = cast(Any, self)
+        taps = {[e.name for e in model.layout() if e.name.startswith(names[i])][-1]: Tap(self.fuse.join) for i in chosen}
+        lookahead = begin_lookahead(model.lookahead)
+        final = model._compute_features(x, model._make_mask(x, attention_mask), lookahead, taps, stop_early)
         last = names.index(f"stages.{len(shapes) - 1}.") if len(shapes) > 1 else 0
         features = list[Tensor]()
         for i, tap in zip(chosen, taps.values(), strict=True):

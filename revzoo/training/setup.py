@@ -19,7 +19,7 @@ from revzoo.data.options import TextOptions
 from revzoo.data.random import reseed
 from revzoo.display.progress import TrainingDisplay
 from revzoo.errors import InputError, join_names
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.spec.names import BYTES, TOKENIZER
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import TextInput
