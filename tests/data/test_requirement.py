@@ -59,24 +59,12 @@ def test_required_outputs(outputs):
             "sequence_classification. Use another model, or another head: model.overrides=['head={type: masked_lm}'].",
         ),
         (
-            "rev_roberta_mini",
-            "text_classification",
-            [],
-            "data.name=text_classification needs a model that predicts one class for a text. Received: rev_roberta_mini with ",
-        ),
-        (
             "rev_bert_mini",
             "text_classification",
             ["head={type: text_features}"],
             "needs a model that predicts one class for a text. Received: rev_bert_mini with the head text_features, which "
             "returns 64 features and predicts nothing. Use another model, or another head: "
             "model.overrides=['head={type: sequence_classification}'].",
-        ),
-        (
-            "rev_bert_mini",
-            "masked_lm",
-            ["head={type: text_features, of: tokens}"],
-            "needs a model that predicts an id per token. Received: rev_bert_mini with the head text_features, which returns ",
         ),
         (
             "rev_roberta_mini",

@@ -137,10 +137,6 @@ def test_attention_is_the_formula_and_ignores_padding():
     torch.testing.assert_close(f(x, mask), f.output["dense"](torch.cat(parts, -1)))
 
 
-def test_the_ratio_decides_the_hidden_width():
-    assert FeedForwardBranch(TOKENS, ratio=1.5).intermediate["dense"].weight.shape == (18, 12)
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_classification_head_is_robertas(training):
     original = RobertaClassificationHead(ROBERTA).train(training)

@@ -132,25 +132,6 @@ def test_the_inverse_is_refused_where_it_cannot_be():
         revzoo.create("revnet_digits").eval().inverse(torch.zeros(1, 112, 2, 2))
 
 
-def test_gradients_through_bijections_equal_stored_ones():
-    overrides = [*TINY, "block.f.dropout=0.2"]
-    model = revzoo.create("irevnet_300", overrides=overrides, dtype=torch.float64)
-    x = model.example_input(4)
-
-    def compute_gradients(schedule):
-        model.schedule = schedule
-        model.zero_grad()
-        torch.manual_seed(1)
-        model(x).square().sum().backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    stored = compute_gradients("store")
-    assert len(stored) == 5 * 9 - 2 + 4  # the first unit has one norm less
-    for schedule in ("invert", "recompute", "selective"):
-        errors = [float((g - s).norm() / s.norm()) for g, s in zip(compute_gradients(schedule), stored, strict=True)]
-        assert max(errors) < 1e-10, schedule
-
-
 def test_transitions_keep_nothing():
     """Two transitions or none: the same bytes are kept for backward, except in the head, which receives more channels."""
 

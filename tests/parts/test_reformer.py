@@ -234,16 +234,14 @@ def compute_gradients(model, ids, schedule, **kwargs):
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ["reformer_mini", "reformer_mini_full"])
-def test_rotations_and_dropout_are_replayed(name):
-    model = revzoo.create(name, dtype=torch.float64, overrides=["stages.0.depth=2"])
-    ids = model.example_input(2)[:, :40]  # three chunks, the last one not full
-    for kwargs in ({}, {"attention_mask": some_absent(40)}):
-        stored = compute_gradients(model, ids, "store", **kwargs)
-        assert all(g.norm() > 0 for g in stored)
-        for mode in ("invert", "recompute", "selective"):
-            for gradient, expected in zip(compute_gradients(model, ids, mode, **kwargs), stored, strict=True):
-                assert (gradient - expected).norm() <= 1e-10 * expected.norm(), mode
+def test_rotations_and_dropout_are_replayed_under_a_mask():
+    model = revzoo.create("reformer_mini", dtype=torch.float64, overrides=["stages.0.depth=2"])
+    ids, mask = model.example_input(2)[:, :40], some_absent(40)  # three chunks, the last one not full
+    stored = compute_gradients(model, ids, "store", attention_mask=mask)
+    assert all(g.norm() > 0 for g in stored)
+    for mode in ("invert", "recompute", "selective"):
+        for gradient, expected in zip(compute_gradients(model, ids, mode, attention_mask=mask), stored, strict=True):
+            assert (gradient - expected).norm() <= 1e-10 * expected.norm(), mode
 
 
 def test_exact_arithmetic_repeats_every_bucket():
@@ -257,18 +255,3 @@ def test_exact_arithmetic_repeats_every_bucket():
     assert all(map(torch.equal, compute_gradients(model, ids, "invert"), stored))
     assert len(seen) == len(model.stages[0].blocks)
     assert all(len(runs) == 2 and torch.equal(*runs) for runs in seen.values())
-
-
-def test_evaluation_repeats_itself():
-    overrides = ["stages.0.depth=1", "input.length=48"]
-    model, again = (revzoo.create("reformer_mini", overrides=overrides).eval() for _ in range(2))
-    ids = model.example_input(2)
-    with torch.no_grad():
-        logits = model(ids)
-        assert logits.shape == (2, 48, 256)
-        assert torch.equal(model(ids), logits)
-        again.load_state_dict(model.state_dict())
-        assert torch.equal(again(ids), logits)
-        full = revzoo.create("reformer_mini_full", overrides=overrides).eval()
-        full.load_state_dict(model.state_dict())  # the same parameters
-        assert not torch.allclose(full(ids), logits, atol=1e-3)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 
-import revzoo
 from revzoo.errors import PartArgumentError
 from revzoo.parts.branches.convolution import ResidualUnit
 from revzoo.parts.context import BuildContext, Shape
@@ -54,9 +53,3 @@ def test_arguments_that_do_not_fit_are_refused(make, argument, message):
     with pytest.raises(PartArgumentError, match=message) as error:
         make()
     assert error.value.argument == argument
-
-
-def test_the_parts_can_be_named_in_a_spec():
-    assert {"residual_unit"} <= set(revzoo.registry.branches)
-    assert {"residual_block"} <= set(revzoo.registry.transitions)
-    assert {"resnet"} <= set(revzoo.registry.stems)

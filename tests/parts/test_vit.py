@@ -38,12 +38,6 @@ def test_attention_ignores_masked_tokens():
     torch.testing.assert_close(y[1, :4], f(x[1:, :4])[0])
 
 
-def test_arguments_decide_the_sizes():
-    f, g = AttentionBranch(TOKENS, heads=3, qkv_bias=False), MlpBranch(TOKENS, ratio=1.5)
-    assert f.attn.qkv.bias is None
-    assert g.mlp.fc1.weight.shape == (18, 12)
-
-
 def test_patch_stem_is_timms_patch_embedding_and_position():
     vit = VisionTransformer(8, 2, 3, global_pool="avg", embed_dim=12, num_heads=3, class_token=False, depth=0)
     stem = PatchStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=12, patch=2)
