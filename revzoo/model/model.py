@@ -9,15 +9,14 @@ from torch import Tensor
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.model import inputs
 from revzoo.model.hub_methods import HubMethods
-from revzoo.model.network import Network
-from revzoo.model.timm_methods import Head, TimmMethods
+from revzoo.model.timm_methods import TimmMethods
 from revzoo.registry import couplings
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.lookahead import begin_lookahead
 from revzoo.spec.edit import with_coupling, with_outputs
 
 
-class Model(HubMethods, TimmMethods, Network):
+class Model(HubMethods, TimmMethods):
     """A reversible network built from a spec; make one with `revzoo.create` or `revzoo.build`.
 
     Shapes: x: images (B, C, H, W) of the spec's channels and size, or ids (B, N) with N up to the spec's length.
@@ -30,7 +29,7 @@ class Model(HubMethods, TimmMethods, Network):
     @property
     def num_outputs(self) -> int:
         """Size of the logits' last dimension: the number of classes or, for a language model, of ids."""
-        return cast(Head, self.head).outputs
+        return cast(int, self.head.outputs)
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -79,7 +78,7 @@ class Model(HubMethods, TimmMethods, Network):
             InputError: `num_outputs` is not an integer >= 1, or the head's outputs are the ids of a vocabulary.
         """
         like = None if self.num_classes else next(self.parameters())
-        cast(Head, self.head).reset(check_num_outputs(num_outputs), like)
+        self.head.reset(check_num_outputs(num_outputs), like)
         self.spec, self.class_names = with_outputs(self.spec, num_outputs), None
 
     def example_input(self, batch_size: int = 1, device: torch.device | str | None = None) -> Tensor:
@@ -92,16 +91,12 @@ class Model(HubMethods, TimmMethods, Network):
 
         Shapes: x, attention_mask: as for the model. Returns (B, N, D) or (B, C', H', W'), depending on the fuse.
         Raises:
-            InputError: `x` is not a batch of the spec's input, or not on the parameters' device, or images have another dtype
-                than the parameters (without autocast), or the mask does not fit.
+            InputError: `x` is not a batch of the spec's input, or the mask does not fit.
         """
-        return self._compute_features(x, self._make_mask(x, attention_mask), begin_lookahead(self._lookahead))
+        return self._compute_features(x, inputs.make_mask(self.spec, x, attention_mask), begin_lookahead(self._lookahead))
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        return super().forward(x, self._make_mask(x, attention_mask))
-
-    def _make_mask(self, x: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        return inputs.make_mask(self.spec, x, attention_mask, next(self.parameters()))
+        return super().forward(x, inputs.make_mask(self.spec, x, attention_mask))
 
 
 def check_num_outputs(num_outputs: object) -> int:

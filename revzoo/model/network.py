@@ -61,6 +61,10 @@ class Network(nn.Module):
         Returns logits, (B, outputs) or (B, N, outputs), depending on the head.
     """
 
+    stem: Any  # it and the fuse have an `out_shape`; of the head, see `parts.layers.linear_head`
+    fuse: Any
+    head: Any
+
     def __init__(
         self,
         spec: "Spec",
@@ -176,8 +180,7 @@ class Network(nn.Module):
         computed in eval mode, because dropout and BatchNorm in training mode cannot be repeated.
 
         Raises:
-            InputError: the model is in training mode, one of its parts has no inverse (it is named), or `features` has another
-                shape, dtype or device than `forward_features` returns.
+            InputError: the model is in training mode, or one of its parts has no inverse (it is named).
         """
         if self.training:
             raise InputError("Features are inverted in eval mode, and must have been computed in it. Call model.eval() first.")
@@ -189,7 +192,6 @@ class Network(nn.Module):
             if entry.kind in ("step", "bijection"):
                 chain.append(self._chain_item(entry, modes))
         fuse, split, stem = (self._get_inverse(name) for name in ("fuse", "split", "stem"))
-        self._check_features(features)
         return cast(Tensor, stem(split(*invert_chain(chain, *fuse(features), exact=self.exact))))
 
     def _compute_features(
@@ -273,17 +275,6 @@ class Network(nn.Module):
         if inverse is None:
             raise self._not_invertible(name)
         return inverse
-
-    def _check_features(self, features: object) -> None:
-        dims, parameter = cast(Any, self.fuse).out_shape.dims, next(self.parameters())
-        if not isinstance(features, Tensor):
-            raise InputError(f"Features are what forward_features returns. Received: {type(features).__name__}.")
-        dtype, device = parameter.dtype, parameter.device
-        if (tuple(features.shape[1:]), features.dtype, features.device) != (dims, dtype, device):
-            raise InputError(
-                f"Features of {self.spec.name} are (B, {', '.join(map(str, dims))}), {dtype} on {device}, as "
-                f"forward_features returns them. Received: {tuple(features.shape)}, {features.dtype} on {features.device}."
-            )
 
     def _not_invertible(self, name: str) -> InputError:
         kind = type(self.get_submodule(name)).__name__

@@ -5,7 +5,7 @@ tuples, integers to floats where a float is declared) and collects all problems 
 """
 
 import inspect
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
@@ -26,7 +26,7 @@ from typing import (
 )
 
 from revzoo.bounds import Bound
-from revzoo.errors import InputError, SpecProblem, did_you_mean, find_nearest, join_names
+from revzoo.errors import InputError, SpecProblem, did_you_mean, join_names
 from revzoo.registry import Registry
 from revzoo.spec.synonym import find_settings
 from revzoo.spec.tree import BOOLEAN_HINT, OVERRIDE, YamlNode, join
@@ -86,8 +86,7 @@ def parse(cls: type[T], tree: YamlNode, path: str = "") -> tuple[T | None, list[
     problems: list[SpecProblem] = []
     instance = _read(tree, cls, path, problems)
     if any(isinstance(problem, _UnknownKeyProblem) for problem in problems):
-        unknown = {(problem.file, problem.path) for problem in problems if isinstance(problem, _UnknownKeyProblem)}
-        known = [*list_paths(cls), *_list_settings(tree, "", unknown)]
+        known = list_paths(cls)
         problems = [_point_elsewhere(problem, known) for problem in problems]
     return (None if problems else instance), list(dict.fromkeys(problems))
 
@@ -112,24 +111,12 @@ def _list_below(annotation: Any) -> list[str]:
     return list(dict.fromkeys(rest for member in members for rest in _list_below(member))) or [""]
 
 
-def _list_settings(node: YamlNode, path: str, unknown: Container[tuple[str, str]]) -> Iterator[str]:
-    """Yield the path of every scalar of a tree, but for those below unknown keys."""
-    items = (
-        node.value.items() if isinstance(node.value, dict) else enumerate(node.value if isinstance(node.value, list) else ())
-    )
-    if not isinstance(node.value, dict | list):
-        yield path
-    for key, item in items:
-        if (item.file, item.path) not in unknown:
-            yield from _list_settings(item, join(path, key), unknown)
-
-
 def _point_elsewhere(problem: SpecProblem, known: Iterable[str]) -> SpecProblem:
     """Return a problem of an unknown key as an ordinary one, which names the setting that has this key elsewhere."""
     if not isinstance(problem, _UnknownKeyProblem):
         return problem
     others = [path for path in known if path != problem.path]  # which another kind of the same section may have
-    settings = find_settings(problem.path, others, misspelled=not problem.hint)
+    settings = find_settings(problem.path, others)
     hint = f" Did you mean {' or '.join(map(repr, settings))}?" if settings else problem.hint
     return SpecProblem(problem.file, problem.path, problem.received, problem.allowed, hint)
 
@@ -254,13 +241,10 @@ def _read_tagged(node: YamlNode, members: list[Any], path: str, problems: list[S
         return None
     kind = node.value.get("kind", node.missing("kind"))
     if not _is_text(kind.value) or kind.value not in kinds:
-        guess = find_nearest(kind.value, kinds) if _is_text(kind.value) else None
-        hint = did_you_mean(kind.value, kinds) if guess else ""
+        hint = did_you_mean(kind.value, kinds) if _is_text(kind.value) else ""
         problems.append(kind.problem(" or ".join(map(repr, kinds)), hint=hint))
-        if guess is None:
-            return None
-        kind = replace(kind, value=guess)  # misspelled, so the other keys can still be checked
-    return _read(replace(node, value=node.value | {"kind": kind}), kinds[kind.value], path, problems)
+        return None
+    return _read(node, kinds[kind.value], path, problems)
 
 
 def _read_tuple(node: YamlNode, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
@@ -269,18 +253,9 @@ def _read_tuple(node: YamlNode, annotation: Any, path: str, problems: list[SpecP
     if isinstance(items, list) and types[-1] is Ellipsis:
         types = (types[0],) * len(items)
     if not isinstance(items, list) or len(items) != len(types):
-        problems.append(node.problem(describe(annotation), hint=_hint_at_list(node, types)))
+        problems.append(node.problem(describe(annotation)))
         return None
     return tuple(_read(items[i], item_type, join(path, i), problems) for i, item_type in enumerate(types))
-
-
-def _hint_at_list(node: YamlNode, types: tuple[Any, ...]) -> str:
-    """Return how to write a list, if a single item was written in its place and is allowed in it."""
-    own: list[SpecProblem] = []
-    if isinstance(node.value, str) and types[-1] is Ellipsis:
-        _read(node, types[0], "", own)
-        return "" if own else f" Write a list: [{node.value}]."
-    return ""
 
 
 def _read_mapping(node: YamlNode, cls: Any, path: str, problems: list[SpecProblem]) -> Any:
@@ -324,7 +299,7 @@ def _read_members(
     for key, item in written.items():
         if key not in members:
             replacement = _hint_at_replacement(node, item)
-            hint = replacement or _hint_at_key(key, {*members, *others} - {key})
+            hint = replacement or (BOOLEAN_HINT if isinstance(key, bool) else did_you_mean(str(key), [*members, *others]))
             problem = item.problem(_keys(members), f"the unknown key {key!r}", hint)
             problems.append(problem if replacement else _UnknownKeyProblem(**vars(problem)))
     values = {}
@@ -342,16 +317,6 @@ def _hint_at_replacement(node: YamlNode, item: YamlNode) -> str:
         if chosen is not None and chosen.file == OVERRIDE != item.file:
             return f" It was written for another {key}. Replace all of it: {node.path}={{{key}: {chosen.value}, ...}}."
     return ""
-
-
-def _hint_at_key(key: object, known: Iterable[str]) -> str:
-    """Return what to type instead of an unknown key, with a leading blank; or an empty string."""
-    if isinstance(key, bool):
-        return BOOLEAN_HINT
-    name, colon, value = str(key).partition(":")
-    return (
-        f" YAML wants a blank after the colon: {name}: {value}." if colon and name in known else did_you_mean(str(key), known)
-    )
 
 
 @cache

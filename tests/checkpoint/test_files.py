@@ -189,19 +189,6 @@ def test_the_folder_of_a_run_gives_its_best_weights_and_says_so(model, tmp_path,
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("kind", ["meta", "sparse_coo"])
-@pytest.mark.filterwarnings("ignore:.*[Ss]parse")
-def test_a_last_tensor_without_plain_values_leaves_the_model_as_it_was(kind, model, tmp_path):
-    tensors = state(model)
-    last = list(tensors)[-1]
-    make = {"meta": lambda tensor: tensor.to("meta"), "sparse_coo": lambda tensor: tensor.to_sparse()}
-    torch.save({key: tensor + 1 for key, tensor in tensors.items()} | {last: make[kind](tensors[last])}, tmp_path / "w.pt")
-    for read in (lambda: files.load_weights(model, tmp_path / "w.pt"), lambda: files.read_tensors(tmp_path / "w.pt")):
-        with pytest.raises(CheckpointError, match=rf"1 tensors without plain values; nothing was loaded: {last} \({kind}\)"):
-            read()
-    assert same(state(model), tensors)
-
-
 def test_weights_that_are_not_finite_are_said(model, tmp_path):
     next(model.parameters()).data[0] = float("nan")
     files.save_weights(model, tmp_path / "w.safetensors")

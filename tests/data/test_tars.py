@@ -1,6 +1,5 @@
 """Tars: the examples that they hold, in which layouts, and what is refused."""
 
-import json
 import re
 from pathlib import Path
 
@@ -74,22 +73,6 @@ def test_layouts(tmp_path, image_folder, write_tar, load):
     ]
     assert data.notes == [f"{root} (validation) has no images of 1, 2, 3"]
     assert next(iter(data.test))[0].shape == (1, 1, 8, 8)
-
-
-def test_info_lists_the_tars(tmp_path, image_folder, write_tar, load, refused):
-    image = picture(image_folder)
-    for name, labels in (("x-0.tar", "01"), ("x-1.tar", "1"), ("y.tar", "0")):
-        files = {f"{i}.png": image for i in range(len(labels))} | {f"{i}.cls": labels[i].encode() for i in range(len(labels))}
-        write_tar(tmp_path / name, files)
-    splits = {"train": {"filenames": ["x-0.tar", "x-1.tar"], "shard_lengths": [2, 1]}, "validation": {"filenames": ["y.tar"]}}
-    info = tmp_path / "_info.json"
-    info.write_text(json.dumps({"splits": splits}))
-    data = load(tmp_path, batch_size=1)
-    assert (data.num_train, data.num_test) == (3, 1)
-    info.write_text(info.read_text().replace("x-1", "x-2"))
-    assert f"{tmp_path}/x-2.tar is not a whole, uncompressed tar ([Errno 2]" in refused(tmp_path)
-    info.write_text('{"splits": {"train": {"files": []}}}')
-    assert refused(tmp_path).startswith(f"{info} does not list the splits with their filenames")
 
 
 @pytest.mark.parametrize(

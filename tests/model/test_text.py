@@ -154,7 +154,6 @@ IDS = torch.full((2, 5), 7)
     [
         ([IDS.float()], "Received: torch.float32"),
         ([IDS.tolist()], "Received: list"),
-        ([IDS.to("meta")], "ids on meta. Move them with x.to('cpu')"),
         ([IDS[0]], "Received: (5,). One text is ids[None]"),
         ([IDS[:, :0]], "Received: (2, 0)"),
         ([IDS.repeat(1, 13)], "Received: (2, 65). One text is ids[None]; truncate"),
@@ -163,7 +162,6 @@ IDS = torch.full((2, 5), 7)
         ([IDS * torch.tensor([[1], [0]]) + torch.tensor([[0], [1]])], "Example 1 of the batch has no token"),
         ([IDS, IDS[:, :4]], "Received: (2, 4)"),
         ([IDS, [[1] * 5] * 2], "Received: list"),
-        ([IDS, torch.ones(2, 5, device="meta")], "an attention mask on meta"),
         ([IDS, torch.tensor([[0.0] * 4 + [-1e9]] * 2)], "Received: other numbers"),
         ([IDS, torch.zeros(2, 5)], "Example 0 of the batch has no token"),
     ],

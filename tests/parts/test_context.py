@@ -3,7 +3,7 @@
 import pytest
 
 from revzoo import registry
-from revzoo.errors import PartArgumentError, UnknownNameError
+from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext, Shape
 
 ROLES = ("stems", "splits", "branches", "transitions", "fuses", "heads", "inits")
@@ -44,8 +44,3 @@ def test_shapes_of_each_kind():
 def test_what_does_not_fit_is_named(check, message):
     with pytest.raises(PartArgumentError, match=message):
         check()
-
-
-def test_an_unknown_kind_is_named():
-    with pytest.raises(UnknownNameError, match="Unknown kind 'map'. Allowed: grid, image, text, tokens."):
-        IMAGE.require_kind("map", "conv")
