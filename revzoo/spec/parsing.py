@@ -5,7 +5,7 @@ tuples, integers to floats where a float is declared) and collects all problems 
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
@@ -86,7 +86,8 @@ def parse(cls: type[T], tree: YamlNode, path: str = "") -> tuple[T | None, list[
     problems: list[SpecProblem] = []
     instance = _read(tree, cls, path, problems)
     if any(isinstance(problem, _UnknownKeyProblem) for problem in problems):
-        known = list_paths(cls)
+        unknown = {(problem.file, problem.path) for problem in problems if isinstance(problem, _UnknownKeyProblem)}
+        known = [*list_paths(cls), *_list_settings(tree, "", unknown)]
         problems = [_point_elsewhere(problem, known) for problem in problems]
     return (None if problems else instance), list(dict.fromkeys(problems))
 
@@ -109,6 +110,18 @@ def _list_below(annotation: Any) -> list[str]:
         return [join("0", rest) for rest in _list_below(marks[0])]
     members = [member for member in marks if is_dataclass(member)] if origin in (Union, UnionType) else []
     return list(dict.fromkeys(rest for member in members for rest in _list_below(member))) or [""]
+
+
+def _list_settings(node: YamlNode, path: str, unknown: Container[tuple[str, str]]) -> Iterator[str]:
+    """Yield the path of every scalar of a tree, but for those below unknown keys."""
+    items = (
+        node.value.items() if isinstance(node.value, dict) else enumerate(node.value if isinstance(node.value, list) else ())
+    )
+    if not isinstance(node.value, dict | list):
+        yield path
+    for key, item in items:
+        if (item.file, item.path) not in unknown:
+            yield from _list_settings(item, join(path, key), unknown)
 
 
 def _point_elsewhere(problem: SpecProblem, known: Iterable[str]) -> SpecProblem:
@@ -299,7 +312,7 @@ def _read_members(
     for key, item in written.items():
         if key not in members:
             replacement = _hint_at_replacement(node, item)
-            hint = replacement or (BOOLEAN_HINT if isinstance(key, bool) else did_you_mean(str(key), [*members, *others]))
+            hint = replacement or _hint_at_key(key, [*members, *others])
             problem = item.problem(_keys(members), f"the unknown key {key!r}", hint)
             problems.append(problem if replacement else _UnknownKeyProblem(**vars(problem)))
     values = {}
@@ -317,6 +330,14 @@ def _hint_at_replacement(node: YamlNode, item: YamlNode) -> str:
         if chosen is not None and chosen.file == OVERRIDE != item.file:
             return f" It was written for another {key}. Replace all of it: {node.path}={{{key}: {chosen.value}, ...}}."
     return ""
+
+
+def _hint_at_key(key: object, known: Collection[str]) -> str:
+    """Return what to type instead of an unknown key, with a leading blank; or an empty string."""
+    name, colon, _ = str(key).partition(":")
+    if colon and name in known:
+        return f" YAML wants a blank after the colon: {str(key).replace(':', ': ', 1)}."
+    return BOOLEAN_HINT if isinstance(key, bool) else did_you_mean(str(key), known)
 
 
 @cache
