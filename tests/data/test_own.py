@@ -19,7 +19,6 @@ from revzoo.spec.schema import ImageInput, TextInput
 _IMAGES = ImageInput("image", channels=3, size=(4, 4))
 
 _MODULE = """
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -53,11 +52,6 @@ def with_targets(*targets):
 def unnamed(options, input):
     return with_targets(2, 0)
 
-def short(options, input):
-    train, test = with_targets(0, 1)
-    test.count = 3
-    return train, test
-
 class Odd(Birds):
     # The fifth example is what a function makes of a sound one.
     def __init__(self, change):
@@ -74,25 +68,15 @@ broken = odd(lambda image, label: {}[label])
 cropped = odd(lambda image, label: (image[:, 1:], label))
 mislabeled = odd(lambda image, label: (image, 2))
 
-def twins(options, input):
-    train, test = birds(options, input)
-    train.classes = ["wren", "wren"]
-    return train, test
-
 def one(options, input):
     return Birds(8, (3, 4, 4))
 
 def unreadable(options, input):
-    return np.load("absent.npy")
+    return torch.load("absent.npy")
 
 def reordered(options, input):
     train, test = birds(options, input)
     test.classes = ["finch", "wren"]
-    return train, test
-
-def arrays(options, input):
-    train, test = birds(options, input)
-    test.data_config = {"mean": np.full(3, 0.5, dtype=np.float32), "std": torch.ones(3)}
     return train, test
 
 def words(options, input):
@@ -136,21 +120,14 @@ def test_own_data(own):
     assert (texts.num_classes, texts.label_noun, texts.data_config) == (None, "tokens", {})
 
 
-def test_arrays_of_preprocessing_become_numbers(own):
-    data = load_data(DataOptions(f"{own}:arrays", batch_size=4), _IMAGES, seed=0)
-    assert data.data_config == {"mean": (0.5, 0.5, 0.5), "std": (1.0, 1.0, 1.0)}
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         ("large", r"large: example 0 does not fit: the model .* float32, images .* = \(3, 4, 4\). Received: \(3, 99, 99\) of"),
         ("unnamed", r"`targets`, which lists .* of their 2 examples, integers from 0 to 1. Received: 2, 0. Correct"),
-        ("short", r"`targets`, which lists the label of each of their 3 examples, .* Received: 0, 1"),
         ("one", "one has to return two data sets, .* Received: Birds"),
         ("unreadable", r"unreadable raises FileNotFoundError: .*absent.npy', in line \d+ of .*my_birds.py. Correct it there"),
         ("reordered", "reordered have different classes, .* Received: wren, finch; for testing finch, wren"),
-        ("twins", r"twins has an attribute `classes`, .* all different. Received: \['wren', 'wren'\]"),
         ("words", "need an attribute `classes`"),
         ("nothing", "should be a function. Received: NoneType"),
         ("absent", "my_birds:absent: module 'my_birds' has no attribute 'absent'"),

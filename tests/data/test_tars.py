@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from revzoo.data.base import BrokenExampleError
-from revzoo.data.options import ImageOptions
 from revzoo.spec.schema import ImageInput
 
 KIND = "wds"  # which `load` loads
@@ -124,17 +123,6 @@ def test_a_tar_for_both_splits_is_refused(tmp_path, write_tar, refused):
     assert refused(tmp_path).startswith(
         f"A tar is for training or for validation. Received in {tmp_path}: train-val-0.tar, for both."
     )
-
-
-def test_the_label_of_json_files_has_a_name(tmp_path, image_folder, write_tar, load):
-    for split in ("train", "val"):
-        files = {
-            f"{i}.{suffix}": picture(image_folder) if suffix == "png" else b'{"kind": "k%d"}' % i
-            for i in range(2)
-            for suffix in ("png", "json")
-        }
-        write_tar(tmp_path / f"{split}.tar", files)
-    assert load(tmp_path, batch_size=2, image=ImageOptions(label="kind")).class_names == ["k0", "k1"]
 
 
 def test_broken_images_are_named_with_their_tar(tar_folder, image_folder, write_tar, load, epoch):

@@ -133,24 +133,6 @@ def test_a_plan_of_single_layers_keeps_its_promise():
     assert "invert" in plan.schedule
 
 
-def test_an_ordinary_network_is_nodes_that_are_stored_or_recomputed(gradients):
-    torch.manual_seed(0)
-    model = revzoo.create(
-        "revnext_resnet_cifar10", dtype=torch.float64, overrides=["input.size=[8,8]", "stem.width=8", *NARROW]
-    )
-    assert {entry.kind for entry in model.layout()} == {"node", "split"}
-    assert model.units[1] == "stages.0.blocks.0.f"
-    assert set(model.schedule) == {"store"}
-    batch = model.example_input(3)
-    expected = gradients.compute(model, "store", batch)
-    for mode in ("recompute", "selective"):
-        modes = [mode] * len(model.units)
-        assert gradients.largest_error(gradients.compute(model, modes, batch), expected) < 1e-10
-
-
-NARROW = [f"stages.{i}.width={8 * 2**i}" for i in range(4)]
-
-
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [

@@ -13,7 +13,7 @@ from transformers.models.roberta.modeling_roberta import (
 )
 
 import revzoo
-from revzoo.errors import InputError, PartArgumentError
+from revzoo.errors import InputError
 from revzoo.parts.branches.attention import SelfAttentionBranch
 from revzoo.parts.branches.mlp import FeedForwardBranch
 from revzoo.parts.context import BuildContext, Shape
@@ -258,21 +258,3 @@ def test_the_steps_of_a_model_in_a_row_are_transformers_network(norm_position):
             x = x + step(x, mask) if pre else step(x, mask)
         expected = original(ids, attention_mask=mask.long()).logits
         torch.testing.assert_close(model.head(model.fuse(x, x)), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: TokenStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=12), "type"),
-        (lambda: TokenStem(text_context(50), width=12), "an input.padding below 50"),
-        (lambda: TokenStem(text_context(None), width=12, position="after_padding"), "position"),
-        (lambda: TokenStem(text_context(None), width=11, position="sinusoidal"), "width: found 11"),
-        (lambda: SelfAttentionBranch(TOKENS, heads=5), "heads: found 5"),
-        (lambda: FeedForwardBranch(TOKENS, ratio=0.01), "ratio: found 0.01"),
-        (lambda: TextFeatures(BuildContext(Shape(12, (2, 2), "image"), 12)), "type"),
-        (lambda: MaskedLM(TOKENS), "a stem with a table of embeddings"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(make, message):
-    with pytest.raises(PartArgumentError, match=message):
-        make()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import revzoo
-from revzoo.errors import InputError, PartArgumentError
+from revzoo.errors import InputError
 from revzoo.parts.branches.convolution import IRevNetUnit
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.stems.convolution import PadStem, SpaceToDepthStem
@@ -163,22 +163,3 @@ def test_bijections_and_their_inverses():
     assert torch.equal(folded(x), torch.cat([F.pad(half, (0, 0, 0, 0, 0, 2)) for half in psi(x).chunk(2, 1)], 1))
     assert torch.equal(folded.inverse(folded(x)), x)
     assert folded.out_shape == Shape(16, (3, 2), "image")
-
-
-@pytest.mark.parametrize(
-    ("make", "argument"),
-    [
-        (lambda: IRevNetUnit(BuildContext(Shape(8, (3,), "tokens"), 8)), "type"),
-        (lambda: IRevNetUnit(BuildContext(Shape(8, (6, 4), "image"), 8), kernels=(3, 2, 3)), "kernels"),
-        (lambda: IRevNetUnit(BuildContext(Shape(6, (6, 4), "image"), 6)), "bottleneck"),
-        (lambda: SpaceToDepthStem(IMAGE, block=4), "block"),
-        (lambda: SpaceToDepthTransition(BuildContext(IMAGE.shape, 13)), "type"),
-        (lambda: PadStem(IMAGE, width=2), "width"),
-        (lambda: PadStem(IMAGE, width=7), "width"),
-        (lambda: PadStem(BuildContext(Shape(1, (6, 4), "image"), 1), width=8), "block"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(make, argument):
-    with pytest.raises(PartArgumentError) as error:
-        make()
-    assert error.value.argument == argument

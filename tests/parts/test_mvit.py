@@ -9,7 +9,6 @@ from timm.layers import LayerNorm
 from timm.models.mvitv2 import MultiScaleBlock, MultiScaleVit, MultiScaleVitCfg
 
 import revzoo
-from revzoo.errors import PartArgumentError
 from revzoo.parts.branches.attention import PoolingAttention
 from revzoo.parts.branches.mlp import MlpBranch
 from revzoo.parts.context import BuildContext, Shape
@@ -154,26 +153,6 @@ def test_stem_is_timms_patch_embedding_and_position():
     assert stem.out_shape == Shape(12, (2, 4), "tokens")
     plain = OverlapPatchStem(BuildContext(Shape(3, (8, 16), "image"), 3), width=12, position="none")
     assert [k for k, _ in plain.named_parameters()] == ["patch_embed.proj.weight", "patch_embed.proj.bias"]
-
-
-@pytest.mark.parametrize(
-    ("make", "argument"),
-    [
-        (lambda: PoolingAttention(SQUARE, heads=2, kv_stride=3), "kv_stride"),
-        (lambda: PoolingAttention(OBLONG, heads=2, relative_position=True), "relative_position"),
-        (lambda: PoolingAttention(BuildContext(Shape(8, (16,), "tokens"), 8), heads=2), "type"),
-        (lambda: FusePoolSplit(BuildContext(SQUARE.shape, 15), heads=2), "heads"),
-        (lambda: FusePoolSplit(SQUARE, heads=2, stride=3), "stride"),
-        (lambda: FusePoolSplit(OBLONG, heads=2, kv_stride=4), "kv_stride"),
-        (lambda: FusePoolSplit(SQUARE, heads=2, fuse_ratio=0.01), "fuse_ratio"),
-        (lambda: OverlapPatchStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=8, kernel=4), "kernel"),
-        (lambda: OverlapPatchStem(BuildContext(Shape(3, (8, 10), "image"), 3), width=8), "stride"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(make, argument):
-    with pytest.raises(PartArgumentError) as error:
-        make()
-    assert error.value.argument == argument
 
 
 def test_mean_fusion_has_the_weights_of_mvitv2_and_a_wider_head():

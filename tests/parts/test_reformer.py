@@ -5,7 +5,6 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import revzoo
-from revzoo.errors import PartArgumentError
 from revzoo.parts.branches.mlp import MlpBranch
 from revzoo.parts.branches.reformer import ChunkedMlpBranch, LSHAttention, SharedQKAttention
 from revzoo.parts.context import BuildContext, Shape
@@ -210,20 +209,6 @@ def test_token_linear_is_the_formula():
     torch.testing.assert_close(plain(x.double()), plain.linear(x.double()))
     plain.reset(3)
     assert (plain.outputs, plain.linear.weight.dtype) == (3, torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("make", "argument", "allowed"),
-    [
-        (lambda: hashed(heads=3), "heads", "a divisor of the width 16"),
-        (lambda: hashed(bucket=33), "bucket", "at most 32"),
-        (lambda: ChunkedMlpBranch(IMAGE), "type", "a stem that gives tokens"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(make, argument, allowed):
-    with pytest.raises(PartArgumentError, match=allowed) as error:
-        make()
-    assert error.value.argument == argument
 
 
 def compute_gradients(model, ids, schedule, **kwargs):

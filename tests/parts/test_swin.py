@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock
 
 import revzoo
-from revzoo.errors import PartArgumentError
 from revzoo.parts.branches.mlp import MlpBranch
 from revzoo.parts.branches.window_attention import WindowBranch
 from revzoo.parts.context import BuildContext, Shape
@@ -137,54 +136,3 @@ def test_stem_and_fuse_are_swins():
     x1, x2 = torch.randn(2, 2, 16, 12).mul(1e-2).unbind()  # so small that eps matters
     joined = F.layer_norm(torch.cat((x1, x2), 2), (24,), eps=1e-5)
     torch.testing.assert_close(Concat(on_grid(4, 4), norm="layer_norm_1e-5")(x1, x2), joined)
-
-
-def test_a_whole_rev_swin_is_its_equations():
-    model = revzoo.create("rev_swin_digits").eval()
-    x = model.example_input(3)
-    x1 = x2 = model.stem(x)
-    for stage in model.stages:
-        if hasattr(stage, "transition"):
-            x1 = x2 = stage.transition.down(((x1 + x2) / 2).view(3, 4, 4, 48)).flatten(1, 2)
-        for block in stage.blocks:
-            x1 = x1 + block.f(x2)
-            x2 = x2 + block.g(x1)
-    fused = F.layer_norm(torch.cat((x1, x2), 2), (192,), model.fuse.norm.weight, model.fuse.norm.bias, 1e-5)
-    torch.testing.assert_close(model(x), model.head.linear(fused.mean(1)))
-    assert [block.f.shift for stage in model.stages for block in stage.blocks] == [(0, 0), (1, 1), (0, 0), (0, 0)]
-
-
-def test_all_norms_and_biases_of_the_real_ones_are_swins():
-    model = revzoo.create(
-        "rev_swin_t_mlp",
-        overrides=[
-            "stem.width=8",
-            *(f"stages.{i}.width={8 << i}" for i in range(4)),
-            *(f"stages.{i}.f.heads={1 << i}" for i in range(4)),
-        ],
-    )
-    norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
-    assert len(norms) == 24 + 3 + 2
-    assert {m.eps for m in norms} == {1e-5}
-    biases = [m.bias for m in model.modules() if isinstance(m, (torch.nn.LayerNorm, torch.nn.Linear)) and m.bias is not None]
-    assert len(biases) == 29 + 12 * 4 + 3 * 2 + 1
-    assert torch.cat(biases).unique().tolist() == pytest.approx([0.02])
-    assert [s.mask is not None for s in model.steps[::2]] == [False, True] * 5 + [False, False]
-
-
-@pytest.mark.parametrize(
-    ("make", "argument", "message"),
-    [
-        (lambda: WindowBranch(on_grid(8, 8), heads=3), "window", "1, 2, 4, 8 or more on the 8x8 grid"),
-        (lambda: WindowBranch(on_grid(4, 6), heads=3, window=3), "window", "1, 2, 6 or more on the 4x6 grid"),
-        (lambda: WindowBranch(on_grid(8, 8), heads=5, window=4), "heads", "a divisor of the width 12"),
-        (lambda: FuseMergeSplit(on_grid(8)), "type", "2-dimensional grid"),
-        (lambda: FuseMergeSplit(on_grid(8, 7)), "down", "8x7"),
-        (lambda: FuseMergeSplit(on_grid(8, 8), fuse="mlp", fuse_ratio=0.01), "fuse_ratio", "the width 12"),
-        (lambda: Concat(on_grid(8, 8, kind="image"), norm="layer_norm_1e-5"), "norm", "batch_norm"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(make, argument, message):
-    with pytest.raises(PartArgumentError, match=message) as error:
-        make()
-    assert error.value.argument == argument

@@ -142,25 +142,8 @@ def test_digest_is_of_the_architecture_alone(write):
     digest = load_spec(write(SPEC)).digest
     assert len(digest) == 64
 
-    block_style = """
-        sources: []
-        twin: {library: timm, name: other}
-        expect: {reversible_steps: 10}
-        head:
-            outputs: 10
-            type: linear
-        block:
-            g: {ratio: 4.0, type: mlp}
-            f: {type: attention}
-            drop_path: {rule: linear, max: 0.1}
-            coupling: {type: additive}
-        stages:
-        - {f: {heads: 2}, depth: 2, width: 8}
-        - {transition: merging, depth: 3, width: 16, f: {heads: 4}}
-    """
-    child = write(f"base: toy.yaml\nname: other{block_style.replace(chr(10) + ' ' * 8, chr(10))}", "child.yaml")
-    assert load_spec(child).digest == digest
-    assert load_spec(child).name == "other"
+    child = "base: toy.yaml\nname: other\nsources: []\nhead: {outputs: 10, type: linear}\nblock: {g: {ratio: 4.0, type: mlp}}"
+    assert load_spec(write(child, "child.yaml")).digest == digest
 
     others = ["family=f", "input.size=[32, 33]", "block.drop_path.max=0.2", "stages.1.f.heads=2", "head.outputs=11"]
     others += [
