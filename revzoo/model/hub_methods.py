@@ -11,7 +11,6 @@ import torch
 from revzoo import hub
 from revzoo.checkpoint.folder import save_folder
 from revzoo.checkpoint.writing import call_once
-from revzoo.errors import InputError
 from revzoo.file import write_text
 from revzoo.model.card import CARD, write_card
 from revzoo.model.network import Network
@@ -69,11 +68,6 @@ class HubMethods(Network):
         """
         folder = Path(source)
         if not folder.is_dir():
-            if "/" not in str(source):
-                raise InputError(
-                    f"A model is read from a folder, or from OWNER/NAME on the hub. Received: {str(source)!r}. Weights that "
-                    "ship with revzoo: revzoo.create(NAME, pretrained=True)."
-                )
             where = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
             folder = hub.fetch_folder(str(source), revision=revision, **where)
         return cast(Self, cls._create(folder, num_outputs=num_outputs, device=device, dtype=dtype).eval())

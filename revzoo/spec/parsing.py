@@ -14,8 +14,6 @@ from typing import (
     Annotated,
     Any,
     Literal,
-    NotRequired,
-    Required,
     TypeVar,
     Union,
     cast,
@@ -342,17 +340,9 @@ def _hint_at_key(key: object, known: Collection[str]) -> str:
 
 @cache
 def _members(cls: Any) -> dict[str, _Member]:
-    try:
-        hints = get_type_hints(cls, include_extras=True)
-    except Exception as error:  # the user's own text
-        raise InputError(f"The annotations of {cls.__qualname__} cannot be read ({error}). Import what they name.") from error
+    hints = get_type_hints(cls, include_extras=True)
     if is_typeddict(cls):
-        return {
-            name: _Member(
-                get_args(hint)[0] if get_origin(hint) in (Required, NotRequired) else hint, name in cls.__required_keys__
-            )
-            for name, hint in hints.items()
-        }
+        return {name: _Member(hint, name in cls.__required_keys__) for name, hint in hints.items()}
     return {
         f.name: _Member(hints[f.name], f.default is NO_DEFAULT and f.default_factory is NO_DEFAULT)
         for f in fields(cls)

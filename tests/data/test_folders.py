@@ -9,17 +9,10 @@ import torch
 from PIL import Image
 
 from revzoo.data.folders import find_classes
-from revzoo.data.loading import load_data
-from revzoo.data.options import DataOptions
 from revzoo.data.stored_images import read_image
 from revzoo.errors import DataError
-from revzoo.spec.schema import ImageInput
 
-GREY = ImageInput("image", 1, (8, 8))
-
-
-def load(root, input=GREY, **options):
-    return load_data(DataOptions("folder", **{"batch_size": 4, "root": str(root), **options}), input, 0)
+KIND = "folder"  # which `load` loads
 
 
 def save(path, pixels, **options):
@@ -74,7 +67,7 @@ def test_a_palette_with_transparency_has_its_colours(tmp_path):
     assert np.asarray(read_image(tmp_path / "palette.png", "RGB")).tolist() == [[[10, 20, 30], [40, 50, 60]]]
 
 
-def test_what_is_skipped_is_counted(image_folder):
+def test_what_is_skipped_is_counted(image_folder, load):
     cat = image_folder / "train" / "cat"
     for name in ("notes.txt", "LICENSE", ".DS_Store", "._0.png", "more.TXT"):
         (cat / name).write_bytes(b"")
@@ -109,7 +102,7 @@ def test_links_are_followed_and_loops_are_not(image_folder, tmp_path):
     assert found.skipped == {"without suffix": 1}  # the link to itself
 
 
-def test_a_link_to_nowhere_is_a_broken_image(image_folder):
+def test_a_link_to_nowhere_is_a_broken_image(image_folder, load):
     (image_folder / "train" / "cat" / "0.png").unlink()
     (image_folder / "train" / "cat" / "0.png").symlink_to("nowhere.png")
     with pytest.raises(DataError, match=r"The image .*/cat/0\.png cannot be read"):
@@ -136,7 +129,7 @@ def test_classes_are_in_natural_order_and_have_the_images_of_nested_folders(imag
     assert list(found.files) == ["class2", "class10"]
 
 
-def test_names_that_are_not_utf8(image_folder):
+def test_names_that_are_not_utf8(image_folder, load):
     """Such as those of an archive that another system has packed: of images they may be, of classes not."""
     cat = image_folder / "train" / "cat"
     os.rename(cat / "0.png", os.path.join(os.fsencode(cat), b"\xe9.png"))
@@ -146,7 +139,7 @@ def test_names_that_are_not_utf8(image_folder):
         load(image_folder)
 
 
-def test_names_of_splits_may_have_capitals(image_folder):
+def test_names_of_splits_may_have_capitals(image_folder, load):
     """Otherwise Train and Val would be the classes, and what is in them their images."""
     plain = load(image_folder)
     (image_folder / "train").rename(image_folder / "Train")
@@ -154,7 +147,7 @@ def test_names_of_splits_may_have_capitals(image_folder):
     assert load(image_folder).describe_examples() == plain.describe_examples()
 
 
-def test_a_class_without_validation_images_is_named(image_folder):
+def test_a_class_without_validation_images_is_named(image_folder, load):
     shutil.rmtree(image_folder / "val" / "cat")
     data = load(image_folder)
     assert data.notes == [f"{image_folder}/val has no images of cat"]

@@ -141,15 +141,6 @@ def test_broken_images_are_named_with_their_row(tmp_path, image, load, epoch):
         epoch(load(root, batch_size=2), 0)
 
 
-def test_a_file_that_is_gone_is_named_with_its_row(image_folder, load, epoch):
-    data = load(image_folder, batch_size=8)
-    (image_folder / "train" / "cat" / "2.png").unlink()
-    with pytest.raises(
-        BrokenExampleError, match=rf"^The image in row 3 of {image_folder} \(train\) cannot be read \(\[Errno 2\]"
-    ):
-        epoch(data, 0)
-
-
 def test_what_is_not_installed_is_named(saved_dataset, monkeypatch, load):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(RevzooError, match="^Data sets of Hugging Face need the package datasets. Install it: pip install data"):

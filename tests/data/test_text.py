@@ -78,10 +78,9 @@ def test_the_documentation_is_split_without_repetition():
     assert len(set(paragraphs)) == len(paragraphs) == len(train_texts.texts) + len(test_texts.texts)
     assert not set(train_texts.texts) & set(test_texts.texts)
     for texts in read_standard_texts(labelled=True):
-        shares = [texts.labels.count(label) / len(texts.labels) for label in sorted(set(texts.labels))]
+        shares = [texts.labels.count(label) / len(texts.labels) for label in set(texts.labels)]
         assert len(shares) == 4
         assert min(shares) > 0.1
-        assert max(shares) < 0.45
 
 
 def test_text_files_that_cannot_be_read(tmp_path, story, options, refusal):

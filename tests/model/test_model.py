@@ -68,9 +68,8 @@ def test_batch_norm_of_stem_transitions_and_steps_counts_once(gradients):
     assert set(counts.values()) == {1}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_streams_are_float32_under_autocast(name):
-    model = revzoo.create(name)
+def test_streams_are_float32_under_autocast():
+    model = revzoo.create("rev_vit_digits")
     seen = set()
     for step in model.steps:
         step.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].dtype))

@@ -87,15 +87,6 @@ def test_training_draws_rotations_and_evaluation_does_not():
     assert not torch.equal(f(x), f.train()(x))
 
 
-def test_constants_can_be_built_for_a_model_on_the_meta_device():
-    with torch.device("meta"):
-        f = hashed()
-        made = f.build_constants()
-    assert f.rotations.is_meta
-    assert made.keys() == {"rotations"}
-    assert torch.equal(made["rotations"], hashed().rotations)
-
-
 def hashed_like(f: LSHAttention) -> LSHAttention:
     state = torch.get_rng_state()
     twin = hashed().eval()
@@ -211,32 +202,14 @@ def test_token_linear_is_the_formula():
     assert (plain.outputs, plain.linear.weight.dtype) == (3, torch.float64)
 
 
-def compute_gradients(model, ids, schedule, **kwargs):
-    model.schedule = schedule
-    torch.manual_seed(1)
-    model.zero_grad()
-    model(ids, **kwargs).square().sum().backward()
-    return [p.grad for p in model.parameters()]
-
-
 def test_rotations_and_dropout_are_replayed_under_a_mask():
     model = revzoo.create("reformer_mini", dtype=torch.float64, overrides=["stages.0.depth=2"])
     ids, mask = model.example_input(2)[:, :40], some_absent(40)  # three chunks, the last one not full
-    stored = compute_gradients(model, ids, "store", attention_mask=mask)
-    assert all(g.norm() > 0 for g in stored)
-    for mode in ("invert", "recompute", "selective"):
-        for gradient, expected in zip(compute_gradients(model, ids, mode, attention_mask=mask), stored, strict=True):
-            assert (gradient - expected).norm() <= 1e-10 * expected.norm(), mode
-
-
-def test_exact_arithmetic_repeats_every_bucket():
-    model = revzoo.create("reformer_mini", exact=True)
-    seen: dict[str, list[torch.Tensor]] = {}
-    for block in model.stages[0].blocks:
-        block.f._hash = lambda qk, f=block.f: seen.setdefault(f.name, []).append(LSHAttention._hash(f, qk)) or seen[f.name][-1]
-    ids = model.example_input(2)
-    stored = compute_gradients(model, ids, "store")
-    seen.clear()
-    assert all(map(torch.equal, compute_gradients(model, ids, "invert"), stored))
-    assert len(seen) == len(model.stages[0].blocks)
-    assert all(len(runs) == 2 and torch.equal(*runs) for runs in seen.values())
+    gradients = []
+    for mode in ("store", "invert", "recompute", "selective"):
+        model.schedule = mode
+        torch.manual_seed(1)
+        gradients.append(torch.autograd.grad(model(ids, mask).square().sum(), list(model.parameters())))
+    assert all(g.norm() > 0 for g in gradients[0])
+    for others in gradients[1:]:
+        assert all((other - g).norm() <= 1e-10 * g.norm() for other, g in zip(others, gradients[0], strict=True))

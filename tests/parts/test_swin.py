@@ -9,7 +9,6 @@ import revzoo
 from revzoo.parts.branches.mlp import MlpBranch
 from revzoo.parts.branches.window_attention import WindowBranch
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.fuses import Concat
 from revzoo.parts.stems.patches import PatchStem
 from revzoo.parts.transitions.fuse_merge_split import FuseMergeSplit
 
@@ -79,20 +78,6 @@ FUSES = {
 }
 
 
-@pytest.mark.parametrize("shift", ["alternate", "none"])
-def test_constants_can_be_built_for_a_model_on_the_meta_device(shift):
-    made = WindowBranch(on_grid(8, 12, index=1), heads=3, window=4, shift=shift).bfloat16()
-    with torch.device("meta"):
-        on_meta = WindowBranch(on_grid(8, 12, index=1), heads=3, window=4, shift=shift).bfloat16()
-        tables = on_meta.build_constants()
-    assert {name for name, buffer in on_meta.named_buffers() if buffer.is_meta} == set(tables)
-    expected = dict(made.named_buffers())
-    assert tables.keys() == expected.keys() == {"attn.relative_position_index"} | ({"mask"} if shift == "alternate" else set())
-    for name, table in tables.items():
-        assert table.dtype == expected[name].dtype
-        assert torch.equal(table, expected[name])
-
-
 @pytest.mark.parametrize("fuse", FUSES)
 def test_the_transition_is_the_fusion_and_timms_merging(fuse):
     part = FuseMergeSplit(BuildContext(Shape(12, (4, 6), "tokens"), 20), fuse=fuse, fuse_ratio=1.5).double()
@@ -125,7 +110,7 @@ def test_proj_begins_near_the_mean_of_the_normed_halves_in_a_whole_network_too()
     assert merging.std().item() == pytest.approx(192**-0.5 * 0.8796, rel=0.05)
 
 
-def test_stem_and_fuse_are_swins():
+def test_the_stem_is_swins():
     swin = SwinTransformer(8, 2, 3, embed_dim=12, depths=(1,), num_heads=(3,), window_size=4)
     stem = PatchStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=12, patch=2, norm="layer_norm_1e-5", position="none")
     weights = {k: torch.randn_like(w) for k, w in swin.state_dict().items() if k.startswith("patch_embed")}
@@ -133,6 +118,3 @@ def test_stem_and_fuse_are_swins():
     stem.load_state_dict(weights)
     x = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(stem(x), swin.patch_embed(x).flatten(1, 2), rtol=0, atol=0)
-    x1, x2 = torch.randn(2, 2, 16, 12).mul(1e-2).unbind()  # so small that eps matters
-    joined = F.layer_norm(torch.cat((x1, x2), 2), (24,), eps=1e-5)
-    torch.testing.assert_close(Concat(on_grid(4, 4), norm="layer_norm_1e-5")(x1, x2), joined)
