@@ -52,6 +52,14 @@ def with_targets(*targets):
 def unnamed(options, input):
     return with_targets(2, 0)
 
+def worded(options, input):
+    return with_targets("wren", "finch")
+
+def spelled(options, input):
+    train, test = birds(options, input)
+    train.classes = "wren"
+    return train, test
+
 class Odd(Birds):
     # The fifth example is what a function makes of a sound one.
     def __init__(self, change):
@@ -65,6 +73,7 @@ def odd(change):
     return lambda options, input: (Odd(change), Odd(change))
 
 broken = odd(lambda image, label: {}[label])
+triple = odd(lambda image, label: (image, label, "wren"))
 cropped = odd(lambda image, label: (image[:, 1:], label))
 mislabeled = odd(lambda image, label: (image, 2))
 
@@ -125,6 +134,8 @@ def test_own_data(own):
     [
         ("large", r"large: example 0 does not fit: the model .* float32, images .* = \(3, 4, 4\). Received: \(3, 99, 99\) of"),
         ("unnamed", r"`targets`, which lists .* of their 2 examples, integers from 0 to 1. Received: 2, 0. Correct"),
+        ("worded", r"`targets`, .* Received: 'wren', 'finch'"),
+        ("spelled", "which lists the names of two or more classes, .* Received: 'wren'"),
         ("one", "one has to return two data sets, .* Received: Birds"),
         ("unreadable", r"unreadable raises FileNotFoundError: .*absent.npy', in line \d+ of .*my_birds.py. Correct it there"),
         ("reordered", "reordered have different classes, .* Received: wren, finch; for testing finch, wren"),
@@ -141,6 +152,7 @@ def test_own_data_that_cannot_be_used(own, function, message, refusal):
     ("function", "message"),
     [
         ("broken", r"broken: example 4 raises KeyError: 0, in line \d+ of .*my_birds.py. Correct it there.$"),
+        ("triple", r"triple: example 4 should be a pair, \(tensor, label\). Received: tuple.$"),
         ("cropped", r"cropped: example 4 does not fit: .* Received: \(3, 3, 4\) of torch.float32.$"),
         ("mislabeled", r"example 4 has the label 2. Labels are integers from 0 to 1, the numbers of the names in `classes`.$"),
     ],

@@ -96,6 +96,9 @@ def test_what_is_not_installed_is_named(tables, tokenizer, monkeypatch, options)
     ("file", "content", "message"),
     [
         ("train.csv", b"", "train.csv is empty"),
+        ("train.csv", b"text,label\n", "train.csv has no rows"),
+        ("train.csv", b"text,label\nfine,a\nalso,a\n", "train.csv has one label: a. .* add texts of another"),
+        ("train.csv", b'text;label\n"fine, so";a\n', "train.csv cannot be read: line 2: .* Separate columns by commas"),
         ("train.csv", b"text,label\nfine,a\ncaf\xe9,b\n", "train.csv is no text in UTF-8: line 3, .* iconv"),
         ("train.csv", b"text;label\nfine;a\n", "train.csv has one column, 'text;label'. Separate columns by commas"),
         ("train.csv", b"text,labels\nfine,a\n", "no column 'label'. Did you mean 'labels'.* data.text.label="),

@@ -81,6 +81,7 @@ def test_layouts(tmp_path, image_folder, write_tar, load):
         ({"a.png": b"", "a.json": b"{"}, "The image a of .* has no label"),
         ({"a.txt": b"", "a.cls": b"1"}, "An example has one image, and a of .*/train.tar has 0. Received: a.txt, a.cls"),
         ({"a.png": b"", "a.PNG": b""}, "/train.tar has two files a.PNG"),
+        ({"a.png": b"", "a.cls": b"cat"}, r"\(train\) has one class: cat"),
         ({"README": b""}, "The train tars in .* hold no examples: train.tar"),
         ({"a.png": b"", "a.cls": b"20261123"}, r"\(train\) has the label 20261123. .* is this the label of a class"),
         (

@@ -83,6 +83,7 @@ def test_tokenizers_that_do_not_fit(tables, tokenizer, tmp_path, options, refusa
     nothing.enable_padding(pad_id=5000, pad_token="a")
     nothing.save(str(tmp_path / "far.json"))
     assert load(tmp_path / "far.json").endswith("Use model.overrides=[input.padding=5000,input.vocabulary=5001].")
+    assert refusal(options("masked_lm", tables), SUBWORDS).startswith("Texts of your own need a tokenizer. ")
     assert refusal(options("masked_lm", tmp_path / "nowhere", tokenizer), SUBWORDS) == (
         f"There is no file or folder {tmp_path}/nowhere. Set data.root to where the texts are."
     )

@@ -80,7 +80,7 @@ def test_text_heads_have_features_before_the_classifier(name, classes):
     model = revzoo.create(name).eval()
     ids = model.example_input(2)
     features = model.forward_features(ids)
-    assert model.num_classes == classes
+    assert (model.num_classes, model.pretrained_cfg) == (classes, {})
     torch.testing.assert_close(model.forward_head(features), model(ids))
     assert model.forward_head(features, pre_logits=True).shape[-1] == model.head_hidden_size
     if name == "rev_roberta_mini":

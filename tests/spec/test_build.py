@@ -96,6 +96,7 @@ def test_any_registered_coupling_builds_and_trains():
 @pytest.mark.parametrize(
     ("name", "override", "path", "allowed"),
     [
+        ("rev_vit_digits", "input=3", "input", "a mapping with the key kind: 'image' or 'text'"),
         ("rev_vit_digits", "stem.patch=0", "stem.patch", "an integer >= 1"),
         ("rev_vit_digits", "stages.0.g.ratio=.nan", "stages.0.g.ratio", "a finite number > 0"),
         ("rev_vit_digits", "stages.0.depth=10001", "stages.0.depth", "an integer from 1 to 10000"),

@@ -209,6 +209,7 @@ def test_base_by_name(write, monkeypatch):
         ("name: &a [*a]", "line 1, column 7: found invalid YAML"),
         ("name: !!python/name:os.system x", "line 1, column 7: found invalid YAML"),
         ("name: \x00", r"\(top level\): found an unreadable file"),
+        ("name: x", "block: found nothing"),
         ("base: no", "base: found false; .* quote it"),
         ("base: no.yaml", "there is no file no.yaml"),
         ("base: bad.yaml", "base: found bad.yaml -> bad.yaml"),
