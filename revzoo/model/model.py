@@ -14,6 +14,7 @@ from revzoo.registry import couplings
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.lookahead import begin_lookahead
 from revzoo.spec.edit import with_coupling, with_outputs
+from revzoo.spec.schema import Spec
 
 
 class Model(HubMethods, TimmMethods):
@@ -24,6 +25,7 @@ class Model(HubMethods, TimmMethods):
         Returns logits, (B, outputs) or (B, N, outputs), depending on the head.
     """
 
+    spec: Spec
     _class_names: tuple[str, ...] | None = None
 
     @property

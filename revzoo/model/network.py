@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from revzoo.runtime.node import require_tensors, run_node
 from revzoo.runtime.pair_update import Step
 from revzoo.runtime.schedule import Applicable
 from revzoo.runtime.segment import InvertedSegment
-
-if TYPE_CHECKING:
-    from revzoo.spec.schema import Spec
 
 
 class Block(nn.Module):
@@ -61,13 +58,14 @@ class Network(nn.Module):
         Returns logits, (B, outputs) or (B, N, outputs), depending on the head.
     """
 
+    spec: Any  # what it was built from, a `revzoo.Spec`
     stem: Any  # it and the fuse have an `out_shape`; of the head, see `parts.layers.linear_head`
     fuse: Any
     head: Any
 
     def __init__(
         self,
-        spec: "Spec",
+        spec: Any,
         coupling: Coupling,
         stem: nn.Module,
         split: nn.Module,
@@ -109,7 +107,7 @@ class Network(nn.Module):
     @property
     def has_streams(self) -> bool:
         """Whether a coupling joins two streams. Without one, layers with an inverse of their own are inverted one by one."""
-        return self.spec.coupling.type != "none"
+        return bool(self.spec.coupling.type != "none")
 
     @property
     def steps(self) -> list[nn.Module]:
