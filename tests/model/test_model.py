@@ -129,12 +129,6 @@ def test_units_and_schedule():
     assert model.schedule == ["invert" if name[-2:] in (".f", ".g") else "recompute" for name in model.units]
     with pytest.raises(ScheduleError, match="stem. Received: 'invert'"):
         model.schedule = ["invert"] * len(model.units)
-    with pytest.raises(ScheduleError, match="one mode for each of 14 units. Received: 2"):
-        model.schedule = ["store", "store"]
-    with pytest.raises(ScheduleError, match="'stored'.*'store'"):
-        model.schedule = "stored"
-    with pytest.raises(ScheduleError, match="Did you mean 'stage_inputs'"):
-        model.schedule = "stage_input"
 
 
 def test_create_takes_what_it_says():
