@@ -35,7 +35,7 @@ from torch import Tensor
 import revzoo
 from revzoo.analysis.twin import build_twin
 from revzoo.errors import RevzooError
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.spec import ImageInput, Spec
 
 _BATCH, _SIZE = 32, 240

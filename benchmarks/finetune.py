@@ -42,7 +42,7 @@ from revzoo.conversion.choice import CouplingName
 from revzoo.conversion.compare import zero_b
 from revzoo.data.base import IGNORED
 from revzoo.format import format_bytes
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.training.coupling_schedule import CouplingSchedule
 from revzoo.training.options import CouplingOptions
 

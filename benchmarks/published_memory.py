@@ -36,7 +36,7 @@ from runtime import describe_environment
 from torch import nn
 
 import revzoo
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 
 _GPU_BYTES = 16 * 2**30
 _TINY_VIT = ("stages.0.depth=1", "input.size=[32,32]", "twin.arguments={depth: 1}")

@@ -31,7 +31,7 @@ from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.twin import build_twin
 from revzoo.inplace_abn import backward
 from revzoo.model.create import create
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.planning.planner import solve
 from revzoo.planning.profiling.profile import profile
 from revzoo.runtime.drift import ignore_error_growth

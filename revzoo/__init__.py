@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from revzoo.model.builder import build
     from revzoo.model.compile_steps import compile_steps
     from revzoo.model.create import create
-    from revzoo.model.network import Model
+    from revzoo.model.model import Model
     from revzoo.planning.plan import Plan
     from revzoo.planning.planner import solve
     from revzoo.planning.profiling.profile import Profile, profile

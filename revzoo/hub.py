@@ -4,7 +4,6 @@ huggingface_hub keeps what it fetched (`HF_HOME`), and knows who is logged in (`
 models does not fit: it adds a config.json, by which folders of Transformers are known, and writes weights as one file.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,13 +26,8 @@ def fetch_if_on_hub(source: str | Path) -> str | Path:
 
     Raises:
         CheckpointError: the model cannot be fetched.
-        InputError: the name is not of that form, or the source is neither text nor a path.
+        InputError: the name is not of that form.
     """
-    if not isinstance(source, str | os.PathLike):
-        raise InputError(
-            f"A model is a name (revzoo.list_models()), a spec file or a folder. Received: {source!r}. "
-            "Use 'rev_vit_s', for example."
-        )
     return fetch_folder(source) if isinstance(source, str) and source.startswith(HUB_PREFIX) else source
 
 

@@ -10,7 +10,7 @@ from revzoo.analysis.report import PixelReport
 from revzoo.analysis.step_memory import CountedStep, run_and_measure
 from revzoo.errors import InputError
 from revzoo.model.create import create
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 
 _BATCH_SIZE = 32
 

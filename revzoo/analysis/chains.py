@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from torch import nn
 
 from revzoo.in_place.chain import BlockChain, get_step
-from revzoo.model.network import Model
+from revzoo.model.network import Network
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.mode import Mode
 
-Chain = Model | ReversibleChain | LayerChain | BlockChain
+Chain = Network | ReversibleChain | LayerChain | BlockChain
 
 
 def find_chains(model: nn.Module) -> dict[str, Chain]:
@@ -21,7 +21,7 @@ def find_chains(model: nn.Module) -> dict[str, Chain]:
     """
     chains: dict[str, Chain] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Model | ReversibleChain | LayerChain):
+        if isinstance(module, Network | ReversibleChain | LayerChain):
             chains[name] = module
         elif (step := get_step(module)) is not None:
             chains.setdefault(name.rpartition(".")[0], step.chain)

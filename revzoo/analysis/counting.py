@@ -16,7 +16,7 @@ from revzoo.analysis.twin import build_twin
 from revzoo.checkpoint import index
 from revzoo.checkpoint.files import read_top1
 from revzoo.format import count_noun
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.runtime.mode import MODES, Mode
 from revzoo.runtime.schedule import STAGE_INPUTS
 from revzoo.spec import ImageInput, Input, Spec, to_plain

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from torch import nn
 
-from revzoo.errors import CheckpointError
 from revzoo.spec.names import BYTES, TOKENIZER
 
 IMAGE_FACTS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared, in timm's words
@@ -35,49 +34,19 @@ def restore_facts(model: nn.Module, metadata: Mapping[str, str], file: Path, *, 
         metadata: of the file.
         file: the file of weights.
         has_new_head: whether the head is not the file's, so that its classes are others.
-
-    Raises:
-        CheckpointError: they are damaged.
     """
-    names, config = read_class_names(metadata, file), read_data_config(metadata, file)
-    if names is not None and not has_new_head:
-        cast(Any, model).class_names = names
-    if config:
+    if CLASSES in metadata and not has_new_head:
+        cast(Any, model).class_names = json.loads(metadata[CLASSES])
+    if config := read_data_config(metadata, file):
         cast(Any, model).data_config = config
-
-
-def read_class_names(metadata: Mapping[str, str], file: Path) -> tuple[str, ...] | None:
-    """Return the names of the classes in the metadata of a file; None where it names none.
-
-    Raises:
-        CheckpointError: they are damaged.
-    """
-    if CLASSES not in metadata:
-        return None
-    names = _parse(metadata[CLASSES])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"The names of the classes in {file} are damaged. Copy or train the checkpoint again.")
-    return tuple(names)
 
 
 def read_data_config(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
     """Return the preprocessing in the metadata of a file, and the tokenizer's file; empty where nothing says it.
 
     A tokenizer next to the file goes before the one that the metadata name, which may be on another machine.
-
-    Raises:
-        CheckpointError: it is damaged.
     """
-    config = _parse(metadata.get(DATA_CONFIG, "{}"))
-    if not isinstance(config, dict):
-        raise CheckpointError(f"The preprocessing in {file} is damaged. Copy or train the checkpoint again.")
+    config = json.loads(metadata.get(DATA_CONFIG, "{}"))
     if (tokenizer := file.parent / TOKENIZER).is_file() and config.get("tokenizer") != BYTES:
         config["tokenizer"] = str(tokenizer.absolute())
     return {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
-
-
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None

@@ -238,11 +238,6 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"{path} holds no state dict (names to tensors). Received: {_describe_contents(state)}. Save the model again: "
             "torch.save(model.state_dict(), FILE)."
         )
-    if strange := [f"{key} ({kind})" for key, tensor in state.items() if (kind := _name_storage(tensor))]:
-        raise CheckpointError(
-            f"{path} holds {len(strange)} tensors without plain values; nothing was loaded: {join_names(strange)}. Save them "
-            "again after .to_dense(), .dequantize(), or from a model that has values."
-        )
     return state, {}
 
 
@@ -304,15 +299,6 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not {what}: a mapping in JSON. Received: {type(content).__name__}.")
     return content
-
-
-def _name_storage(tensor: Tensor) -> str:
-    """Return in a word how a tensor stores something other than its values, or an empty string for a plain tensor."""
-    if tensor.is_meta:
-        return "meta"
-    if tensor.is_quantized:
-        return "quantized"
-    return "" if tensor.layout is torch.strided and not tensor.is_nested else str(tensor.layout).removeprefix("torch.")
 
 
 def compare_specs(text: str, spec: Spec) -> list[str]:

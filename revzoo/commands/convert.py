@@ -10,7 +10,7 @@ from revzoo.commands.parser import Parser, declare_import, positive_count
 from revzoo.errors import quote
 
 if TYPE_CHECKING:
-    from revzoo.model.network import Model
+    from revzoo.model.model import Model
 
 SUMMARY = "Make a pretrained network reversible."
 

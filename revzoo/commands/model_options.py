@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from revzoo.model.network import Model
+    from revzoo.model.model import Model
     from revzoo.planning.profiling.trace import LossFunction
 
 BATCH_HELP = "examples in a batch (default: 32 images, or 8 texts)"

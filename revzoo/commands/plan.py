@@ -15,7 +15,7 @@ from revzoo.errors import InputError
 
 if TYPE_CHECKING:
     from revzoo.graph import ModulePlan
-    from revzoo.model.network import Model
+    from revzoo.model.model import Model
     from revzoo.planning.plan import Plan
     from revzoo.planning.profiling.profile import Profile
     from revzoo.planning.ranks.rank_plan import RankPlan

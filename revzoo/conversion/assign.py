@@ -14,7 +14,7 @@ from revzoo.conversion.sources.base import Source
 from revzoo.conversion.sources.tensors import Grid
 from revzoo.errors import ConversionError, join_names
 from revzoo.format import format_dtype
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.spec.schema import ImageInput
 
 _BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers?|layer\d)\.(\d+)\.")

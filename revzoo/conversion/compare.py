@@ -11,7 +11,7 @@ from revzoo.conversion.choice import B_ARGUMENTS
 from revzoo.conversion.report import Comparison
 from revzoo.conversion.similarity import OUTPUT_NAMES
 from revzoo.errors import ConversionError, InputError
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import tensors_in
 

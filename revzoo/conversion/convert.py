@@ -31,7 +31,7 @@ from revzoo.conversion.sources import find_source
 from revzoo.conversion.sources.base import Source
 from revzoo.errors import ConversionError, InputError, RevzooError, UnknownNameError, join_names
 from revzoo.model.builder import build
-from revzoo.model.network import Model, check_num_outputs
+from revzoo.model.model import Model, check_num_outputs
 from revzoo.runtime.mode import Mode
 from revzoo.spec.edit import with_outputs
 from revzoo.spec.loading import parse_spec

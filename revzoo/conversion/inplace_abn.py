@@ -20,7 +20,7 @@ from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
 from revzoo.inplace_abn.function import InPlaceABNFunction
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.nested import tensors_in

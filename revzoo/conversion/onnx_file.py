@@ -11,7 +11,7 @@ from torch import Tensor
 
 from revzoo.checkpoint.facts import collect_facts
 from revzoo.errors import ConversionError, InputError, explain_missing
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.spec.schema import TextInput
 
 _TOLERANCE = 1e-3  # of the largest logit; float32 in another order of summation differs by about 1e-6

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from revzoo.conversion.mapping import Transform
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 
 Action = Transform | Literal["interpolated", "initialised", "dropped"]
 

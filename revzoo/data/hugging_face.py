@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's `datasets` on this machine: what `save_to_disk` wrote, or a folder that `load_dataset` reads.
+"""Images of Hugging Face's `datasets` on this machine: what `save_to_disk` wrote, or a folder that `load_dataset` reads.
 
 Rows are read from memory-mapped files in any order, and images are decoded by the loader. timm's reader is not used: it does
 not read what `save_to_disk` wrote, and neither finds the classes of labels that are words nor names the row of a broken image.
@@ -10,11 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from revzoo.data.corpus import Texts
 from revzoo.data.labels import describe_missing, name_classes, number_labels, read_label
-from revzoo.data.options import SPLITS, ImageOptions, TextOptions
+from revzoo.data.options import SPLITS, ImageOptions
 from revzoo.data.stored_images import ImageSplits, StoredImages
-from revzoo.data.table import check_columns, quiet, require_column, shorten
+from revzoo.data.table import quiet, require_column, shorten
 from revzoo.errors import DataError, explain_missing, join_names
 
 _BATCH = 1000  # rows that are listed together
@@ -69,7 +68,7 @@ def open_dataset(root: Path, options: ImageOptions, mode: str) -> ImageSplits:
     images, notes, names = [], list[str](), None
     for rows, source in _read_splits(root):
         require_column(source, rows.column_names, options.column, "data.image.column")
-        labels, known = _read_labels(rows, source, options.label, "data.image.label")
+        labels, known = _read_labels(rows, source, options.label)
         if known is None:  # else names stay as they are: "007"
             labels = [read_label(label) for label in labels]
         if None in labels:
@@ -83,26 +82,6 @@ def open_dataset(root: Path, options: ImageOptions, mode: str) -> ImageSplits:
         images.append(DatasetImages(undecoded, options.column, numbers, mode, source, root))
         notes += describe_missing(numbers, names, source)
     return ImageSplits(images[0], images[1], names or [], notes)
-
-
-def read_dataset(root: Path, options: TextOptions) -> tuple[Texts, Texts, list[str] | None]:
-    """Return the texts of a data set for training and for testing, and the names of the classes if it has them.
-
-    Args:
-        root: the folder.
-        options: names of the columns.
-
-    Raises:
-        DataError: the folder is no data set, a split or a column is missing, or a row has no text or no class.
-    """
-    texts, names = [], list[list[str] | None]()
-    for rows, source in _read_splits(root):
-        labels, known = _read_labels(rows, source, options.label, "data.text.label")
-        require_column(source, rows.column_names, options.column, "data.text.column")
-        table = {**rows.select_columns([options.column])[:], options.label: labels}
-        texts.append(check_columns(source, table, options.column, options.label))
-        names.append(known)
-    return texts[0], texts[1], names[0]
 
 
 def _read_splits(root: Path) -> list[tuple[Any, str]]:
@@ -139,12 +118,12 @@ def _disable_decoding(rows: Any, column: str, source: str) -> Any:
         raise DataError(f"The column {column!r} of {source} does not hold images ({shorten(error)}).") from error
 
 
-def _read_labels(rows: Any, source: str, column: str, option: str) -> tuple[list[Any], list[str] | None]:
+def _read_labels(rows: Any, source: str, column: str) -> tuple[list[Any], list[str] | None]:
     """Return the label of each row, and the names of the classes if they are a ClassLabel's.
 
     Then a label is the name of its class, or None where it is missing or, as some write instead, below 0.
     """
-    require_column(source, rows.column_names, column, option)
+    require_column(source, rows.column_names, column, "data.image.label")
     labels = rows.select_columns([column])[:][column]
     names = getattr(rows.features[column], "names", None)
     if names is None:

@@ -60,9 +60,9 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
 
 
 def _require_fitting_input(name: str, input: Input) -> None:
-    if name != "hfds" and isinstance(input, TextInput) != (name in TEXTS):
+    if isinstance(input, TextInput) != (name in TEXTS):
         kinds = ("images", "text") if isinstance(input, TextInput) else ("text", "images")
-        fitting = f"{' or '.join(TEXTS)} or hfds" if isinstance(input, TextInput) else "digits or folder"
+        fitting = " or ".join(TEXTS) if isinstance(input, TextInput) else "digits or folder"
         other = "rev_roberta_mini" if name in TEXTS else "rev_vit_digits"
         raise DataError(
             f"data.name={name} is {kinds[0]}. Received: a model for {kinds[1]}. Use data.name={fitting}, or a model for "

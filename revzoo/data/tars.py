@@ -5,7 +5,7 @@ is that of any other data, every example is seen once, and a run goes on in the 
 tars instead: it shuffles within a buffer, and how often an example is seen depends on the numbers of processes and workers.
 `datasets` would copy every image to its cache.
 
-Source: the format that WebDataset describes (https://github.com/webdataset/webdataset), and the names and _info.json of timm.
+Source: the format that WebDataset describes (https://github.com/webdataset/webdataset), and the names of timm.
 """
 
 import json
@@ -24,7 +24,6 @@ from revzoo.data.options import SPLITS, ImageOptions
 from revzoo.data.stored_images import ImageSplits, StoredImages, list_suffixes
 from revzoo.errors import DataError, join_names
 
-_INFO = ("_info.json", "info.json")
 _READERS = 16  # tars that are indexed at the same time: what takes time is waiting for the disk
 
 
@@ -81,20 +80,17 @@ def open_tars(root: Path, options: ImageOptions, mode: str) -> ImageSplits:
     """Return the images of the tars in a folder, for training and for validation.
 
     Args:
-        root: the folder. A split is what `_info.json` lists, or the tars that have its name in theirs or are in a folder of its
-            name.
+        root: the folder. A split is the tars that have its name in theirs, or are in a folder of its name.
         options: the name of the label, for examples without a .cls file.
         mode: "L" for grey images, "RGB" for colours.
 
     Raises:
         DataError: a split or a tar is missing, a tar is broken, or an example has no image or no class.
     """
-    info = _read_info(root)
-    train, validation = (_index_split(root, split, info, options.label) for split in SPLITS)
+    train, validation = (_index_split(root, split, options.label) for split in SPLITS)
     if both := sorted(path.name for path in train.keys() & validation.keys()):
         raise DataError(
-            f"A tar is for training or for validation. Received in {root}: {join_names(both)}, for both. Rename what the name "
-            "says otherwise, or list the tars of each split in _info.json."
+            f"A tar is for training or for validation. Received in {root}: {join_names(both)}, for both. Rename one."
         )
     images, notes, names = list[TarImages](), list[str](), list[str]()
     for tars, source in ((train, f"{root} (train)"), (validation, f"{root} (validation)")):
@@ -160,24 +156,9 @@ def _read_label(tar: tarfile.TarFile, files: dict[str, tarfile.TarInfo], name: s
         return None
 
 
-def _read_info(root: Path) -> dict[str, list[str]]:
-    """Return the tars of each split that the folder's _info.json lists; nothing where there is no such file."""
-    file = next((root / name for name in _INFO if (root / name).is_file()), None)
-    if file is None:
-        return {}
-    try:
-        splits = json.loads(file.read_text(encoding="utf-8"))["splits"]
-        return {name: list(split["filenames"]) for name, split in splits.items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{file} does not list the splits with their filenames ({type(error).__name__}: {error}). Correct or remove it."
-        ) from error
-
-
-def _index_split(root: Path, split: str, info: dict[str, list[str]], label: str) -> dict[Path, list[_Example]]:
+def _index_split(root: Path, split: str, label: str) -> dict[Path, list[_Example]]:
     """Index the tars of a split."""
-    listed = next((info[name] for name in SPLITS[split] if name in info), [])
-    paths = [root / name for name in listed] or _find_tars(root, split)
+    paths = _find_tars(root, split)
     with ThreadPoolExecutor(_READERS) as pool:
         tars = dict(zip(paths, pool.map(lambda path: _index_tar(path, label), paths), strict=True))
     if not any(tars.values()):

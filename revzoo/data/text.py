@@ -166,19 +166,14 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
     """
     if options.name == "characters":
         return _load_windows(options, input, seed)
-    labelled = options.name != "masked_lm"
+    labelled = options.name == "text_classification"
     if options.root is not None and options.text.tokenizer is None:
         raise DataError(
             "Texts of your own need a tokenizer. Set data.text.tokenizer to bytes, or to a file: revzoo tokenizer FILES... "
             "--out tokenizer.json makes one."
         )
     tokenizer = open_tokenizer(options.text.tokenizer, input)
-    class_names: list[str] | None = None
-    if options.name == "hfds":
-        from revzoo.data.hugging_face import read_dataset
-
-        train, test, class_names = read_dataset(Path(options.root or ""), options.text)
-    elif options.root is None:
+    if options.root is None:
         train, test = read_standard_texts(labelled)
     else:
         train, test = read_texts(Path(options.root), options.text.column, options.text.label if labelled else None)
@@ -196,8 +191,7 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
         masked = MaskedTexts(test, tokenizer, input.length, None)
         masked.data_config, masked.notes, masked.is_held_out = data_config, notes, is_held_out
         return MaskedTexts(train, tokenizer, input.length, seed), masked
-    if class_names is None:
-        class_names = sorted(set(train.labels or ()), key=lambda label: (int(label) if label.isdecimal() else inf, label))
+    class_names = sorted(set(train.labels or ()), key=lambda label: (int(label) if label.isdecimal() else inf, label))
     if len(class_names) < 2:
         raise DataError(
             f"{train.source} has one label: {join_names(class_names)}. Classification needs two or more: add texts of another."

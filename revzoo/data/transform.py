@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from revzoo.checkpoint.facts import IMAGE_FACTS
 from revzoo.data.stored_images import convert_image, explain_broken, read_image
 from revzoo.data.tokenizer import Tokenizer, open_tokenizer
 from revzoo.errors import InputError
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.spec.schema import TextInput
 
 _logger = logging.getLogger("revzoo")
@@ -54,24 +54,17 @@ def _transform_images(model: Model) -> Callable[[Any], Tensor]:
     if channels not in modes:
         raise InputError(f"Images have 1 or 3 channels. Received: {model.spec.name}, which takes {channels}.")
     chosen = {key: config[key] for key in IMAGE_FACTS}
-    return _PrepareImage(create_transform(tuple(size), **chosen), modes[channels])
+    return partial(_prepare_image, create_transform(tuple(size), **chosen), modes[channels])
 
 
-@dataclass(frozen=True)
-class _PrepareImage:
-    """Turns an image into a model's input. A class, because a local function cannot be sent to spawned DataLoader workers."""
-
-    apply: Callable[[Any], Tensor]
-    mode: str
-
-    def __call__(self, image: Any) -> Tensor:
-        if isinstance(image, str | Path):
-            with explain_broken(lambda: str(image)):
-                return self.apply(read_image(Path(image), self.mode))
-        if isinstance(image, Image.Image):
-            with explain_broken(lambda: f"in mode {image.mode}"):
-                return self.apply(convert_image(image, self.mode))
-        raise InputError(f"An image is a file or an image of Pillow. Received: {type(image).__name__}.")
+def _prepare_image(apply: Callable[[Any], Tensor], mode: str, image: Any) -> Tensor:
+    if isinstance(image, str | Path):
+        with explain_broken(lambda: str(image)):
+            return apply(read_image(Path(image), mode))
+    if isinstance(image, Image.Image):
+        with explain_broken(lambda: f"in mode {image.mode}"):
+            return apply(convert_image(image, mode))
+    raise InputError(f"An image is a file or an image of Pillow. Received: {type(image).__name__}.")
 
 
 def _tokenize_with(model: Model, input: TextInput) -> Callable[[Any], Tensor]:
@@ -80,17 +73,10 @@ def _tokenize_with(model: Model, input: TextInput) -> Callable[[Any], Tensor]:
             f"Nothing says which tokenizer {model.spec.name} has: revzoo train saves it with the weights. Set "
             "model.data_config = {'tokenizer': 'tokenizer.json'}, or {'tokenizer': 'bytes'}."
         )
-    return _PrepareText(open_tokenizer(model.data_config["tokenizer"], input), input.length)
+    return partial(_prepare_text, open_tokenizer(model.data_config["tokenizer"], input), input.length)
 
 
-@dataclass(frozen=True)
-class _PrepareText:
-    """Turns a text into a model's input; a class for the same reason."""
-
-    tokenizer: Tokenizer
-    length: int
-
-    def __call__(self, text: Any) -> Tensor:
-        if not isinstance(text, str):
-            raise InputError(f"A text is a string. Received: {type(text).__name__}.")
-        return torch.tensor(self.tokenizer.encode([text], self.length)[0])
+def _prepare_text(tokenizer: Tokenizer, length: int, text: Any) -> Tensor:
+    if not isinstance(text, str):
+        raise InputError(f"A text is a string. Received: {type(text).__name__}.")
+    return torch.tensor(tokenizer.encode([text], length)[0])

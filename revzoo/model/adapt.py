@@ -9,7 +9,7 @@ from torch import Tensor
 
 from revzoo.errors import CheckpointError, join_names
 from revzoo.model.builder import build
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.model.timm_methods import find_first_convolution
 from revzoo.parts.layers.position import resize_biases, resize_distances
 from revzoo.spec.schema import ImageInput, Spec

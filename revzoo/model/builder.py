@@ -12,7 +12,8 @@ from torch import nn
 
 from revzoo.bijection import Bijection, SpaceToDepth
 from revzoo.errors import InputError, PartArgumentError, RevzooError, SpecError, SpecProblem
-from revzoo.model.network import Block, Model, Stage
+from revzoo.model.model import Model
+from revzoo.model.network import Block, Stage
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.plugin import describe_failure
 from revzoo.registry import Registry, branches, couplings, fuses, heads, inits, splits, stems, transitions

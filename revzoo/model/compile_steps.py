@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from revzoo.errors import InputError
-from revzoo.model.network import Model
+from revzoo.model.network import Network
 from revzoo.runtime.chain import ReversibleChain
 
 
@@ -33,7 +33,7 @@ def compile_steps(model: nn.Module, **options: Any) -> None:
             f"Received: {options}. Compile with mode='max-autotune-no-cudagraphs', or without, and capture the whole training "
             "step: docs/gpu.md."
         )
-    chains = [m for m in model.modules() if isinstance(m, Model | ReversibleChain)] if isinstance(model, nn.Module) else []
+    chains = [m for m in model.modules() if isinstance(m, Network | ReversibleChain)] if isinstance(model, nn.Module) else []
     steps = [entry.module for chain in chains for entry in chain.layout() if entry.kind == "step"]
     if not steps:
         raise InputError(

@@ -15,7 +15,7 @@ from revzoo.errors import CheckpointError, InputError, did_you_mean, join_names
 from revzoo.hub import fetch_if_on_hub
 from revzoo.model.adapt import adapt_input
 from revzoo.model.builder import build
-from revzoo.model.network import Model, check_num_outputs
+from revzoo.model.model import Model, check_num_outputs
 from revzoo.model.timm_methods import find_classifier
 from revzoo.runtime.exact import Grid
 from revzoo.runtime.lookahead import LookaheadOption

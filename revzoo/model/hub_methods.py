@@ -7,24 +7,21 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import torch
-from torch import nn
 
 from revzoo import hub
 from revzoo.checkpoint.folder import save_folder
 from revzoo.checkpoint.writing import call_once
-from revzoo.errors import InputError
 from revzoo.file import write_text
 from revzoo.model.card import CARD, write_card
-from revzoo.spec.schema import Spec
+from revzoo.model.network import Network
 
 
-class HubMethods:
+class HubMethods(Network):
     """What a model can do with folders and the hub.
 
     A folder holds spec.yaml, safetensors, the tokenizer of a model of texts, and a model card, README.md.
     """
 
-    spec: Spec
     _create: ClassVar[Callable[..., Any]]  # `revzoo.create`, whose file sets it: that one imports this one
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -71,11 +68,6 @@ class HubMethods:
         """
         folder = Path(source)
         if not folder.is_dir():
-            if "/" not in str(source):
-                raise InputError(
-                    f"A model is read from a folder, or from OWNER/NAME on the hub. Received: {str(source)!r}. Weights that "
-                    "ship with revzoo: revzoo.create(NAME, pretrained=True)."
-                )
             where = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
             folder = hub.fetch_folder(str(source), revision=revision, **where)
         return cast(Self, cls._create(folder, num_outputs=num_outputs, device=device, dtype=dtype).eval())
@@ -107,15 +99,14 @@ class HubMethods:
         with tempfile.TemporaryDirectory() as folder:
             self._save(Path(folder), f"{hub.HUB_PREFIX}{repository}")
             upload = partial(hub.upload_folder, private=private, token=token, revision=revision)
-            return call_once(lambda: upload(Path(folder), repository, message), cast(nn.Module, self).parameters())
+            return call_once(lambda: upload(Path(folder), repository, message), self.parameters())
 
     def _save(self, folder: Path, source: str) -> None:
         """Write the folder; its card says that the model is made from `source`."""
-        model = cast(nn.Module, self)
-        save_folder(model, folder)
+        save_folder(self, folder)
 
         def write() -> None:
             if not (folder / CARD).exists():
-                write_text(folder / CARD, write_card(self.spec, sum(p.numel() for p in model.parameters()), source))
+                write_text(folder / CARD, write_card(self.spec, sum(p.numel() for p in self.parameters()), source))
 
-        call_once(write, model.parameters())
+        call_once(write, self.parameters())

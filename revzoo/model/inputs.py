@@ -6,6 +6,7 @@ from torch import Tensor
 from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.sharded import is_sharded
+from revzoo.host_copy import has_value
 from revzoo.spec.schema import ImageInput, Spec, TextInput
 
 
@@ -19,7 +20,7 @@ def make_example(spec: Spec, batch_size: int, device: torch.device | str, dtype:
     return ids if text.padding is None else ids + (ids >= text.padding)
 
 
-def make_mask(spec: Spec, x: Tensor, attention_mask: Tensor | None, parameter: Tensor) -> Tensor | None:
+def make_mask(spec: Spec, x: Tensor, attention_mask: Tensor | None) -> Tensor | None:
     """Check a batch and return its attention mask.
 
     The values of ids and masks are checked on the CPU only: reading them on another device would make the host wait for it.
@@ -28,7 +29,6 @@ def make_mask(spec: Spec, x: Tensor, attention_mask: Tensor | None, parameter: T
         spec: the network's spec.
         x: the batch: images or ids.
         attention_mask: the mask that the caller gave, (B, N), 1 or True for tokens; None: all ids but the spec's padding.
-        parameter: any parameter of the network; its device and dtype are what images must have.
 
     Returns:
         (B, N), True for tokens. None if all ids are tokens (no mask was given and the spec has no padding), and for images.
@@ -36,8 +36,11 @@ def make_mask(spec: Spec, x: Tensor, attention_mask: Tensor | None, parameter: T
     Raises:
         InputError: the network cannot take the batch, or the mask does not fit it or leaves an example without a token.
     """
-    if not torch.compiler.is_compiling():
-        _check_type(spec, x, parameter)
+    text = isinstance(spec.input, TextInput)
+    if not isinstance(x, Tensor) or (x.dtype not in (torch.int64, torch.int32) if text else not x.is_floating_point()):
+        kind = "token ids (int64 or int32)" if text else "floating-point images"
+        received = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"{spec.name} takes a tensor of {kind}. Received: {received}.")
     if isinstance(spec.input, TextInput):
         _check_ids(spec.name, spec.input, x)
         return _make_token_mask(spec.input, x, attention_mask)
@@ -63,10 +66,6 @@ def _make_token_mask(text: TextInput, x: Tensor, attention_mask: Tensor | None) 
             raise InputError(
                 f"The attention mask has one entry per token, {tuple(x.shape)}, 1 or True for tokens. Received: {received}."
             )
-        if attention_mask.device != x.device:
-            raise InputError(
-                f"The ids are on {x.device}. Received: an attention mask on {attention_mask.device}. Move it there."
-            )
         mask = attention_mask.bool()
         if _can_read(mask) and not torch.equal(mask.to(attention_mask.dtype), attention_mask):
             raise InputError(
@@ -76,27 +75,6 @@ def _make_token_mask(text: TextInput, x: Tensor, attention_mask: Tensor | None) 
     if _can_read(mask) and not bool(mask.any(1).all()):
         raise InputError(f"Example {int(mask.any(1).int().argmin())} of the batch has no token, only padding. Leave it out.")
     return mask
-
-
-def _check_type(spec: Spec, x: object, parameter: Tensor) -> None:
-    text = isinstance(spec.input, TextInput)
-    expected, noun = ("token ids (int64 or int32)", "ids") if text else ("floating-point images", "images")
-    if not isinstance(x, Tensor) or (x.dtype not in (torch.int64, torch.int32) if text else not x.is_floating_point()):
-        received = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"{spec.name} takes a tensor of {expected}. Received: {received}.")
-    # FSDP and Accelerate's offloading bring a parameter to its device only when it is used.
-    if is_sharded(parameter) or parameter.is_meta:
-        return
-    if x.device != parameter.device:
-        raise InputError(
-            f"{spec.name} is on {parameter.device}. Received: {noun} on {x.device}. Move them with x.to('{parameter.device}')."
-        )
-    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # the meta device has no autocast
-    if not text and x.dtype != parameter.dtype and not autocast:
-        raise InputError(
-            f"{spec.name} has {parameter.dtype} parameters. Received: {x.dtype} images. "
-            f"Use x.to({parameter.dtype}) or autocast."
-        )
 
 
 def _check_ids(name: str, text: TextInput, ids: Tensor) -> None:

@@ -8,12 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
-from revzoo.errors import InputError, PartArgumentError
-from revzoo.model import inputs
-from revzoo.model.hub_methods import HubMethods
+from revzoo.errors import InputError
 from revzoo.model.tap import Tap, insert_taps
-from revzoo.model.timm_methods import Head, TimmMethods
-from revzoo.registry import couplings
 from revzoo.runtime.chain import invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid
@@ -26,8 +22,6 @@ from revzoo.runtime.node import require_tensors, run_node
 from revzoo.runtime.pair_update import Step
 from revzoo.runtime.schedule import Applicable
 from revzoo.runtime.segment import InvertedSegment
-from revzoo.spec.edit import with_coupling, with_outputs
-from revzoo.spec.schema import Spec
 
 
 class Block(nn.Module):
@@ -53,27 +47,31 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
 
-class Model(HubMethods, TimmMethods, nn.Module):
-    """A reversible network built from a spec; make one with `revzoo.create` or `revzoo.build`.
+class Network(nn.Module):
+    """How a reversible network runs; `revzoo.Model` adds all that needs more than the parts, and checks what it is given.
 
     Reversible steps that follow each other form one chain. Stem, fuse, head, and the transitions that are not bijections, are
     nodes: ordinary modules, which keep their saved tensors unless their mode is `selective` or `recompute`. State-dict keys
     depend on the architecture alone, not on the schedule.
 
-    Shapes: x: images (B, C, H, W) of the spec's channels and size, or ids (B, N) with N up to the spec's length.
-        attention_mask: (B, N), 1 or True for tokens; by default all ids but the spec's padding. Texts only.
+    Shapes: x: images (B, C, H, W), or ids (B, N). attention_mask: (B, N), True for tokens; None: all are.
         Returns logits, (B, outputs) or (B, N, outputs), depending on the head.
     """
 
+    spec: Any  # what it was built from, a `revzoo.Spec`
+    stem: Any  # it and the fuse have an `out_shape`; of the head, see `parts.layers.linear_head`
+    fuse: Any
+    head: Any
+
     def __init__(
         self,
-        spec: Spec,
+        spec: Any,
         coupling: Coupling,
         stem: nn.Module,
         split: nn.Module,
         stages: Sequence[Stage],
         fuse: nn.Module,
-        head: Head,
+        head: nn.Module,
     ):
         super().__init__()
         self.spec = spec
@@ -84,7 +82,6 @@ class Model(HubMethods, TimmMethods, nn.Module):
         self.fuse = fuse
         self.head = head
         self._exact = False
-        self._class_names: tuple[str, ...] | None = None
         self.lookahead = 0
         for entry in self.layout():
             if entry.kind == "step":
@@ -110,7 +107,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
     @property
     def has_streams(self) -> bool:
         """Whether a coupling joins two streams. Without one, layers with an inverse of their own are inverted one by one."""
-        return self.spec.coupling.type != "none"
+        return bool(self.spec.coupling.type != "none")
 
     @property
     def steps(self) -> list[nn.Module]:
@@ -167,82 +164,10 @@ class Model(HubMethods, TimmMethods, nn.Module):
     def lookahead(self, lookahead: LookaheadOption) -> None:
         self._lookahead = check_lookahead(lookahead)
 
-    @property
-    def num_outputs(self) -> int:
-        """Size of the logits' last dimension: the number of classes or, for a language model, of ids."""
-        return cast(Head, self.head).outputs
-
-    @property
-    def class_names(self) -> tuple[str, ...] | None:
-        """The names of the classes, in the order of the outputs; None where nobody has named them.
-
-        They are saved with the weights. There may be fewer than outputs. A new head has none.
-
-        Raises:
-            InputError: another thing than names, or more of them than outputs, is assigned.
-        """
-        return self._class_names
-
-    @class_names.setter
-    def class_names(self, names: Sequence[str] | None) -> None:
-        if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
-            raise InputError(f"class_names is a list of strings. Received: {names!r}.")
-        if names is not None and len(names) > self.num_outputs:
-            raise InputError(f"{self.spec.name} has {self.num_outputs} outputs. Received: {len(names)} class_names.")
-        self._class_names = None if names is None else tuple(names)
-
-    def set_coupling(self, **arguments: object) -> None:
-        """Change arguments of the coupling, such as `kept_bits=4`, in the model and in its spec.
-
-        The weights stay the same, but the function changes. Fine-tuning of a converted network moves its coupling this way.
-
-        Args:
-            **arguments: new values by name. None resets an argument to its default; arguments not given keep their values.
-
-        Raises:
-            InputError: an argument that the coupling does not have, or a value that it does not allow.
-        """
-        spec = with_coupling(self.spec, arguments)
-        try:
-            coupling: Coupling = couplings[spec.coupling.type](**spec.coupling.arguments)
-        except PartArgumentError as error:
-            raise InputError(f"The coupling {spec.coupling.type} cannot take these arguments. {error}") from error
-        if self._exact:
-            coupling.require_exact()
-        self.spec, self.coupling = spec, coupling
-        self._store_what_rounds()
-
-    def reset_head(self, num_outputs: int) -> None:
-        """Replace the last linear layer by a new one with random weights and `num_outputs` outputs, in the spec too.
-
-        Raises:
-            InputError: `num_outputs` is not an integer >= 1, or the head's outputs are the ids of a vocabulary.
-        """
-        like = None if self.num_classes else next(self.parameters())
-        cast(Head, self.head).reset(check_num_outputs(num_outputs), like)
-        self.spec, self.class_names = with_outputs(self.spec, num_outputs), None
-
-    def example_input(self, batch_size: int = 1, device: torch.device | str | None = None) -> Tensor:
-        """Return a random batch: images (batch_size, C, H, W), or ids (batch_size, length) without padding."""
-        reference = next(self.parameters())
-        return inputs.make_example(self.spec, batch_size, device or reference.device, reference.dtype)
-
-    def forward_features(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the input of the head: the fused and normalised streams, before pooling unless the fuse pools.
-
-        Shapes: x, attention_mask: as for the model. Returns (B, N, D) or (B, C', H', W'), depending on the fuse.
-        Raises:
-            InputError: `x` is not a batch of the spec's input, or not on the parameters' device, or images have another dtype
-                than the parameters (without autocast), or the mask does not fit.
-        """
-        mask = inputs.make_mask(self.spec, x, attention_mask, next(self.parameters()))
-        return self._compute_features(x, mask, begin_lookahead(self._lookahead))
-
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        mask = inputs.make_mask(self.spec, x, attention_mask, next(self.parameters()))
         lookahead = begin_lookahead(self._lookahead)
-        features = self._compute_features(x, mask, lookahead)
-        masks = () if mask is None else (mask,)
+        features = self._compute_features(x, attention_mask, lookahead)
+        masks = () if attention_mask is None else (attention_mask,)
         return cast(Tensor, run_node(self.head, "head", self._schedule[-1], features, *masks, lookahead=lookahead))
 
     @torch.no_grad()
@@ -253,8 +178,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
         computed in eval mode, because dropout and BatchNorm in training mode cannot be repeated.
 
         Raises:
-            InputError: the model is in training mode, one of its parts has no inverse (it is named), or `features` has another
-                shape, dtype or device than `forward_features` returns.
+            InputError: the model is in training mode, or one of its parts has no inverse (it is named).
         """
         if self.training:
             raise InputError("Features are inverted in eval mode, and must have been computed in it. Call model.eval() first.")
@@ -266,15 +190,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
             if entry.kind in ("step", "bijection"):
                 chain.append(self._chain_item(entry, modes))
         fuse, split, stem = (self._get_inverse(name) for name in ("fuse", "split", "stem"))
-        self._check_features(features)
         return cast(Tensor, stem(split(*invert_chain(chain, *fuse(features), exact=self.exact))))
-
-    def _compute_tapped_features(
-        self, x: Tensor, attention_mask: Tensor | None, taps: Mapping[str, Tap], stop_early: bool
-    ) -> Tensor:
-        """Return what `forward_features` returns, and call each tap with the streams after the step or layer of its name."""
-        mask = inputs.make_mask(self.spec, x, attention_mask, next(self.parameters()))
-        return self._compute_features(x, mask, begin_lookahead(self._lookahead), taps, stop_early)
 
     def _compute_features(
         self,
@@ -358,27 +274,9 @@ class Model(HubMethods, TimmMethods, nn.Module):
             raise self._not_invertible(name)
         return inverse
 
-    def _check_features(self, features: object) -> None:
-        dims, parameter = cast(Any, self.fuse).out_shape.dims, next(self.parameters())
-        if not isinstance(features, Tensor):
-            raise InputError(f"Features are what forward_features returns. Received: {type(features).__name__}.")
-        dtype, device = parameter.dtype, parameter.device
-        if (tuple(features.shape[1:]), features.dtype, features.device) != (dims, dtype, device):
-            raise InputError(
-                f"Features of {self.spec.name} are (B, {', '.join(map(str, dims))}), {dtype} on {device}, as "
-                f"forward_features returns them. Received: {tuple(features.shape)}, {features.dtype} on {features.device}."
-            )
-
     def _not_invertible(self, name: str) -> InputError:
         kind = type(self.get_submodule(name)).__name__
         return InputError(
             f"{self.spec.name} cannot be inverted as a whole: its {name} ({kind}) loses information. Of the shipped models, "
             "revzoo.list_models('irevnet*') can."
         )
-
-
-def check_num_outputs(num_outputs: object) -> int:
-    """Return `num_outputs`, or raise InputError if it is not an integer >= 1."""
-    if not isinstance(num_outputs, int) or isinstance(num_outputs, bool) or num_outputs < 1:
-        raise InputError(f"num_outputs is an integer >= 1. Received: {num_outputs!r}.")
-    return num_outputs

@@ -4,52 +4,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from revzoo.errors import InputError, PartArgumentError, join_names
+from revzoo.model.inputs import make_mask
+from revzoo.model.network import Network
 from revzoo.model.tap import Tap
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.registry import heads
+from revzoo.runtime.lookahead import begin_lookahead
 from revzoo.spec.edit import with_head
-from revzoo.spec.schema import ImageInput, Spec
+from revzoo.spec.schema import ImageInput
 
 POOLS = {"avg": "mean", "max": "max", "token": "first", "": "none"}  # timm's global_pool -> the pool of a head
 
 
-class Head(Protocol):
-    """The interface of all heads, which are modules."""
-
-    hidden_size: Any
-
-    @property
-    def outputs(self) -> int:
-        """Size of the last dimension of the logits."""
-
-    @property
-    def num_classes(self) -> int:
-        """The same, or 0 if the head returns features."""
-
-    def reset(self, outputs: int, like: Tensor | None = None) -> None:
-        """Replace the last linear layer by a new one with random weights; raise InputError if there is none to replace."""
-
-    def compute_pre_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return what the last layer takes."""
-
-    def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor: ...
-
-
-class TimmMethods:
+class TimmMethods(Network):
     """The methods of timm's models that are the same for all of revzoo's."""
 
-    spec: Spec
-    stem: Any
-    stages: Any
-    fuse: Any
-    head: Any  # a Head
     class_names: Sequence[str] | None
     data_config: Mapping[str, Any] = MappingProxyType({})  # what `pretrained_cfg` says otherwise than by default
 
@@ -84,15 +60,12 @@ class TimmMethods:
             **self.data_config,
         }
 
-    @property
-    def default_cfg(self) -> dict[str, Any]:
-        """The same, by its older name."""
-        return self.pretrained_cfg
+    default_cfg = pretrained_cfg  # its older name
 
     @property
     def num_classes(self) -> int:
         """Number of classes; 0 if the model returns features."""
-        return cast(Head, self.head).num_classes
+        return cast(int, self.head.num_classes)
 
     @property
     def num_features(self) -> int:
@@ -139,7 +112,7 @@ class TimmMethods:
         except PartArgumentError as error:
             raise InputError(f"The head {spec.head.type} cannot be changed. {error}") from error
         layer = old.classifier
-        new.reset(num_classes, like=layer.weight if old.num_classes else next(cast(nn.Module, self).parameters()))
+        new.reset(num_classes, like=layer.weight if old.num_classes else next(self.parameters()))
         for name, child in old.named_children():
             if child is not layer:
                 setattr(new, name, child)
@@ -153,8 +126,7 @@ class TimmMethods:
             pre_logits: return what the classifier would take instead.
             mask: (B, N), False at padding; texts only.
         """
-        head = cast(Head, self.head)
-        return head.compute_pre_logits(x, mask) if pre_logits else head(x, mask)
+        return cast(Tensor, self.head.compute_pre_logits(x, mask) if pre_logits else self.head(x, mask))
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:
@@ -212,9 +184,9 @@ class TimmMethods:
         chosen = sorted(set(feature_take_indices(len(names), cast(Any, indices))[0]))
         shapes = self._list_stage_shapes()
         self._check_format(output_fmt, shapes[-1])
-        layout = cast(Any, self).layout()
-        taps = {[e.name for e in layout if e.name.startswith(names[i])][-1]: Tap(self.fuse.join) for i in chosen}
-        final = cast(Any, self)._compute_tapped_features(x, attention_mask, taps, stop_early)
+        taps = {[e.name for e in self.layout() if e.name.startswith(names[i])][-1]: Tap(self.fuse.join) for i in chosen}
+        mask = make_mask(self.spec, x, attention_mask)
+        final = self._compute_features(x, mask, begin_lookahead(self.lookahead), taps, stop_early)
         last = names.index(f"stages.{len(shapes) - 1}.") if len(shapes) > 1 else 0
         features = list[Tensor]()
         for i, tap in zip(chosen, taps.values(), strict=True):
@@ -230,7 +202,7 @@ class TimmMethods:
         timm's `create_optimizer_v2` calls this.
         """
         names = {"pos_embed", "cls_token", "relative_position_bias_table", "rel_pos_h", "rel_pos_w"}
-        return {name for name, _ in cast(nn.Module, self).named_parameters() if name.rpartition(".")[2] in names}
+        return {name for name, _ in self.named_parameters() if name.rpartition(".")[2] in names}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return patterns that group parameters by depth: stem, blocks, the rest.

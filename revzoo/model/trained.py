@@ -11,7 +11,7 @@ from revzoo.checkpoint.index import find_folder_weights, read_index
 from revzoo.errors import CheckpointError, InputError, join_names
 from revzoo.hub import fetch_if_on_hub
 from revzoo.model.create import create
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.spec.loading import load_spec
 
 

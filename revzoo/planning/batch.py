@@ -15,7 +15,7 @@ import torch
 
 from revzoo.errors import BudgetError, InputError
 from revzoo.format import format_bytes, format_seconds
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.planning.budget import parse_budget
 from revzoo.planning.comparison import evaluate_uniform_schedules
 from revzoo.planning.plan import Plan, Solver

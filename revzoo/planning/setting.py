@@ -13,7 +13,7 @@ from revzoo.analysis.dry_run import require_module
 from revzoo.device import describe_device
 from revzoo.errors import InputError
 from revzoo.format import format_dtype
-from revzoo.model.network import Model
+from revzoo.model.network import Network
 from revzoo.runtime.nested import tensors_in
 
 
@@ -73,7 +73,7 @@ def read_setting(model: nn.Module, batch: Any = None) -> Setting:
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         dtype += f", autocast {format_dtype(torch.get_autocast_dtype(device.type))}"
     return Setting(
-        model=model.spec.name if isinstance(model, Model) else type(model).__name__,
+        model=model.spec.name if isinstance(model, Network) else type(model).__name__,
         digest=_compute_digest(model),
         dtype=dtype,
         device=describe_device(device),
@@ -91,7 +91,7 @@ def list_shapes(batch: Any) -> list[str]:
 def _compute_digest(model: nn.Module) -> str:
     """Hash everything in a model that memory or time depends on."""
     facts = (
-        model.spec.digest if isinstance(model, Model) else repr(model),
+        model.spec.digest if isinstance(model, Network) else repr(model),
         getattr(model, "couplings", ()),
         [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()],
         [module.training == model.training for module in model.modules()],  # False for a frozen BatchNorm, for example

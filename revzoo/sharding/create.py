@@ -13,7 +13,7 @@ from revzoo.checkpoint.slices import copy_whole_
 from revzoo.errors import InputError
 from revzoo.hub import fetch_if_on_hub
 from revzoo.model.create import build_for_weights, choose_weights, create, find_own_spec
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.runtime.lookahead import LookaheadOption
 from revzoo.runtime.mode import Mode
 from revzoo.sharding.shard import ignore_view_warnings

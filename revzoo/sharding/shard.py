@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from revzoo.model.network import Model
+from revzoo.model.network import Network
 
 Precision = Literal["no", "bf16", "fp16"]
 
 
-def list_gathered(model: Model) -> list[nn.Module]:
+def list_gathered(model: Network) -> list[nn.Module]:
     """Return the modules that are gathered by themselves, in the order of the forward; the rest is gathered as one, the root.
 
     They are the reversible steps and the nodes: stem, transitions, fuse, head. Left to the root are modules without parameters,
@@ -40,7 +40,7 @@ def _list_others(model: nn.Module, modules: list[nn.Module]) -> list[nn.Paramete
     return [p for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)]
 
 
-def shard_(model: Model, mesh: DeviceMesh, *, precision: Precision = "no", offload: bool = False) -> None:
+def shard_(model: Network, mesh: DeviceMesh, *, precision: Precision = "no", offload: bool = False) -> None:
     """Divide a network over the processes of a mesh, in place; make its optimizer afterwards.
 
     Parameters become DTensors of which each process holds its shard, on the mesh's device. Buffers stay whole. On the meta
@@ -62,7 +62,7 @@ def shard_(model: Model, mesh: DeviceMesh, *, precision: Precision = "no", offlo
     ignore_view_warnings(model)
 
 
-def ignore_view_warnings(model: Model) -> None:
+def ignore_view_warnings(model: Network) -> None:
     """Ignore FSDP2's warnings that steps and nodes of a divided network return views, in this process from now on.
 
     It warns because a view that is changed in place would lose the hook of its gradient. Steps and nodes hand what they return

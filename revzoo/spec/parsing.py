@@ -5,7 +5,7 @@ tuples, integers to floats where a float is declared) and collects all problems 
 """
 
 import inspect
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
@@ -14,8 +14,6 @@ from typing import (
     Annotated,
     Any,
     Literal,
-    NotRequired,
-    Required,
     TypeVar,
     Union,
     cast,
@@ -26,7 +24,7 @@ from typing import (
 )
 
 from revzoo.bounds import Bound
-from revzoo.errors import InputError, SpecProblem, did_you_mean, find_nearest, join_names
+from revzoo.errors import InputError, SpecProblem, did_you_mean, join_names
 from revzoo.registry import Registry
 from revzoo.spec.synonym import find_settings
 from revzoo.spec.tree import BOOLEAN_HINT, OVERRIDE, YamlNode, join
@@ -129,7 +127,7 @@ def _point_elsewhere(problem: SpecProblem, known: Iterable[str]) -> SpecProblem:
     if not isinstance(problem, _UnknownKeyProblem):
         return problem
     others = [path for path in known if path != problem.path]  # which another kind of the same section may have
-    settings = find_settings(problem.path, others, misspelled=not problem.hint)
+    settings = find_settings(problem.path, others)
     hint = f" Did you mean {' or '.join(map(repr, settings))}?" if settings else problem.hint
     return SpecProblem(problem.file, problem.path, problem.received, problem.allowed, hint)
 
@@ -254,13 +252,10 @@ def _read_tagged(node: YamlNode, members: list[Any], path: str, problems: list[S
         return None
     kind = node.value.get("kind", node.missing("kind"))
     if not _is_text(kind.value) or kind.value not in kinds:
-        guess = find_nearest(kind.value, kinds) if _is_text(kind.value) else None
-        hint = did_you_mean(kind.value, kinds) if guess else ""
+        hint = did_you_mean(kind.value, kinds) if _is_text(kind.value) else ""
         problems.append(kind.problem(" or ".join(map(repr, kinds)), hint=hint))
-        if guess is None:
-            return None
-        kind = replace(kind, value=guess)  # misspelled, so the other keys can still be checked
-    return _read(replace(node, value=node.value | {"kind": kind}), kinds[kind.value], path, problems)
+        return None
+    return _read(node, kinds[kind.value], path, problems)
 
 
 def _read_tuple(node: YamlNode, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
@@ -269,18 +264,9 @@ def _read_tuple(node: YamlNode, annotation: Any, path: str, problems: list[SpecP
     if isinstance(items, list) and types[-1] is Ellipsis:
         types = (types[0],) * len(items)
     if not isinstance(items, list) or len(items) != len(types):
-        problems.append(node.problem(describe(annotation), hint=_hint_at_list(node, types)))
+        problems.append(node.problem(describe(annotation)))
         return None
     return tuple(_read(items[i], item_type, join(path, i), problems) for i, item_type in enumerate(types))
-
-
-def _hint_at_list(node: YamlNode, types: tuple[Any, ...]) -> str:
-    """Return how to write a list, if a single item was written in its place and is allowed in it."""
-    own: list[SpecProblem] = []
-    if isinstance(node.value, str) and types[-1] is Ellipsis:
-        _read(node, types[0], "", own)
-        return "" if own else f" Write a list: [{node.value}]."
-    return ""
 
 
 def _read_mapping(node: YamlNode, cls: Any, path: str, problems: list[SpecProblem]) -> Any:
@@ -324,7 +310,7 @@ def _read_members(
     for key, item in written.items():
         if key not in members:
             replacement = _hint_at_replacement(node, item)
-            hint = replacement or _hint_at_key(key, {*members, *others} - {key})
+            hint = replacement or _hint_at_key(key, [*members, *others])
             problem = item.problem(_keys(members), f"the unknown key {key!r}", hint)
             problems.append(problem if replacement else _UnknownKeyProblem(**vars(problem)))
     values = {}
@@ -344,29 +330,19 @@ def _hint_at_replacement(node: YamlNode, item: YamlNode) -> str:
     return ""
 
 
-def _hint_at_key(key: object, known: Iterable[str]) -> str:
+def _hint_at_key(key: object, known: Collection[str]) -> str:
     """Return what to type instead of an unknown key, with a leading blank; or an empty string."""
-    if isinstance(key, bool):
-        return BOOLEAN_HINT
-    name, colon, value = str(key).partition(":")
-    return (
-        f" YAML wants a blank after the colon: {name}: {value}." if colon and name in known else did_you_mean(str(key), known)
-    )
+    name, colon, _ = str(key).partition(":")
+    if colon and name in known:
+        return f" YAML wants a blank after the colon: {str(key).replace(':', ': ', 1)}."
+    return BOOLEAN_HINT if isinstance(key, bool) else did_you_mean(str(key), known)
 
 
 @cache
 def _members(cls: Any) -> dict[str, _Member]:
-    try:
-        hints = get_type_hints(cls, include_extras=True)
-    except Exception as error:  # the user's own text
-        raise InputError(f"The annotations of {cls.__qualname__} cannot be read ({error}). Import what they name.") from error
+    hints = get_type_hints(cls, include_extras=True)
     if is_typeddict(cls):
-        return {
-            name: _Member(
-                get_args(hint)[0] if get_origin(hint) in (Required, NotRequired) else hint, name in cls.__required_keys__
-            )
-            for name, hint in hints.items()
-        }
+        return {name: _Member(hint, name in cls.__required_keys__) for name, hint in hints.items()}
     return {
         f.name: _Member(hints[f.name], f.default is NO_DEFAULT and f.default_factory is NO_DEFAULT)
         for f in fields(cls)

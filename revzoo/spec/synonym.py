@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-from revzoo.errors import find_nearest
-
 # Arguments of `timm.create_model`, and where a spec has what they set.
 TIMM = {
     "num_classes": "head.outputs",
@@ -15,40 +13,25 @@ TIMM = {
 # What timm, Transformers, Lightning and others call a setting, and the last keys that it may have here.
 _OURS = {
     "num_classes": ("num_outputs", "outputs"),
-    "classes": ("num_outputs", "outputs"),
     "learning_rate": ("lr",),
-    "wd": ("weight_decay",),
     "name": ("opt", "sched"),
-    "type": ("opt", "sched"),
     "num_epochs": ("epochs",),
     "max_epochs": ("epochs",),
-    "batch": ("batch_size",),
     "gradient_accumulation_steps": ("accumulate",),
     "gradient_clip_val": ("clip_grad",),
-    "warmup": ("warmup_epochs",),
-    "smoothing": ("label_smoothing",),
     "amp": ("mixed_precision",),
-    "workers": ("num_workers",),
     "dataset": ("data.name",),
-    "data": ("data.root",),
     "model": ("model.name",),
-    "data_dir": ("root",),
     "scheduler": ("sched",),
-    "global_pool": ("pool",),
-    "img_size": ("size",),
     "image_size": ("size",),
-    "in_chans": ("channels",),
-    "drop_path": ("block.drop_path.max",),
     "embed_dim": ("width",),
     "hidden_size": ("width",),
     "num_layers": ("depth",),
     "num_heads": ("heads",),
-    "mlp_ratio": ("ratio",),
     "patch_size": ("patch",),
     "vocab_size": ("vocabulary",),
 }
 _MOST = 2  # settings that one hint names
-_ALIKE = 0.7  # one of two keys may be a misspelling if they are at least as similar as this; 1: equal
 
 
 def translate_timm(override: str) -> str:
@@ -61,7 +44,7 @@ def translate_timm(override: str) -> str:
     return f"{TIMM[key]}={value}"
 
 
-def find_settings(path: str, known: Iterable[str], *, misspelled: bool = True) -> list[str]:
+def find_settings(path: str, known: Iterable[str]) -> list[str]:
     """Return up to two settings that end with the last key of an unknown path, or with revzoo's word for that key.
 
     Those of the same section come first, then those with the shortest paths.
@@ -69,18 +52,9 @@ def find_settings(path: str, known: Iterable[str], *, misspelled: bool = True) -
     Args:
         path: the unknown one.
         known: the paths of all settings.
-        misspelled: if there are none, return those of the key that is spelled most like it.
     """
-    known = list(known)
     section, _, key = path.rpartition(".")
-    settings = _list_called(key, known)
-    if not settings and misspelled:
-        words = [*(word for word in _OURS if _list_called(word, known)), *(other.rpartition(".")[2] for other in known)]
-        settings = _list_called(find_nearest(key, words, cutoff=_ALIKE), known)
+    ends = tuple(f".{end}" for end in (key, *_OURS.get(key, ())))
+    settings = [other for other in known if f".{other}".endswith(ends)]
     ranks = {other: (other.rpartition(".")[0] != section, other.count(".")) for other in settings}
     return [other for other in sorted(ranks) if ranks[other] == min(ranks.values())][:_MOST]
-
-
-def _list_called(key: str | None, known: Iterable[str]) -> list[str]:
-    ends = tuple(f".{end}" for end in (key, *_OURS.get(key or "", ())))
-    return [other for other in known if f".{other}".endswith(ends)]

@@ -261,11 +261,9 @@ def _apply(base: YamlNode, value: YamlNode, depth: int = 0) -> YamlNode:
     if isinstance(items, dict):
         return replace(base, value=items | {key: _apply(items.get(key, base.missing(key)), value, depth + 1)})
     if not isinstance(items, list):
-        received, allowed = f"{key!r} inside {base.problem('').received}", f"another value for {here} as a whole"
-        rest = ".".join(keys[depth:])
-        part = value.to_plain() if rest == "type" else f"{{type: NAME, {rest}: {value.to_plain()}}}"
-        hint = f" To have another part there: {here}={part}." if rest == key else ""
-        raise SpecError([SpecProblem(OVERRIDE, value.path, received, allowed, hint if isinstance(items, str) else "")])
+        received = f"{key!r} inside {base.problem('').received}"
+        allowed = f"another value for {here}, such as {{type: NAME, ...}}"
+        raise SpecError([SpecProblem(OVERRIDE, value.path, received, allowed)])
     if not key.isdecimal() or int(key) >= len(items):
         received = f"index {key} into a list of {len(items)}"
         raise SpecError([SpecProblem(OVERRIDE, value.path, received, f"0 to {len(items) - 1}" if items else "none")])

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from revzoo.errors import join_names
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.registry import couplings
 from revzoo.runtime.drift import count_invertible_steps
 from revzoo.runtime.mode import Mode

@@ -23,7 +23,7 @@ from revzoo.errors import CheckpointError, InputError, MissingFileError, RevzooE
 from revzoo.format import count_noun, format_bits
 from revzoo.metric import METRICS
 from revzoo.model.create import create
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, TOKENIZER, WEIGHTS_INDEX, find_beside, find_inside, model_files
 from revzoo.spec.schema import TextInput

@@ -19,7 +19,7 @@ from revzoo.data.base import Data
 from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import InputError, SpecError, join_names
 from revzoo.model.create import build_for_weights, create
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.registry import heads
 from revzoo.sharded import is_sharded
 from revzoo.sharding.create import allocate_, create_sharded

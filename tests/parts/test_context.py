@@ -3,7 +3,7 @@
 import pytest
 
 from revzoo import registry
-from revzoo.errors import PartArgumentError, UnknownNameError
+from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext, Shape
 
 ROLES = ("stems", "splits", "branches", "transitions", "fuses", "heads", "inits")
@@ -26,18 +26,6 @@ def test_shapes_of_each_kind():
     assert (IMAGE.sides, GRID.sides) == ((6, 4), (4, 6))
 
 
-def test_what_fits_is_accepted():
-    IMAGE.require_kind("image", "conv")
-    GRID.require_kind("grid", "window_attention")
-    ROW.require_kind("tokens", "mlp")
-    TEXT.require_kind("text", "token_embed")
-    GRID.require_divisor("heads", 6)
-    GRID.require_divisor("heads", 8, width=8)
-    GRID.require_stride("stride", 2)
-    GRID.require_hidden_channel("ratio", 1 / 12)
-    GRID.require_hidden_channel("ratio", 0.125, width=8)
-
-
 @pytest.mark.parametrize(
     ("check", "message"),
     [
@@ -56,8 +44,3 @@ def test_what_fits_is_accepted():
 def test_what_does_not_fit_is_named(check, message):
     with pytest.raises(PartArgumentError, match=message):
         check()
-
-
-def test_an_unknown_kind_is_named():
-    with pytest.raises(UnknownNameError, match="Unknown kind 'map'. Allowed: grid, image, text, tokens."):
-        IMAGE.require_kind("map", "conv")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.transitions.multiscale_block import MultiScaleTransition
 
@@ -23,22 +22,3 @@ def test_the_transition_is_timms_blocks_on_the_fused_streams(fuse, widening):
         expected, grid = block(expected, grid)
     assert list(grid) == [2, 2]
     torch.testing.assert_close(y1, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("size", "options", "argument", "message"),
-    [
-        ((4, 4), {"heads": 3}, "heads", "a divisor of the width 16"),
-        ((4, 4), {"widening_heads": 3}, "widening_heads", "a divisor of the width 8"),
-        ((4, 4), {"stride": 3}, "stride", "both sides of the 4x4 grid"),
-        ((4, 4), {"kv_stride": 3}, "kv_stride", "both sides of the 4x4 grid"),
-        ((4, 4), {"widening_kv_stride": 3}, "widening_kv_stride", "both sides of the 4x4 grid"),
-        ((4, 6), {}, "relative_position", "false, or a square grid instead of 4x6"),
-        ((4, 4), {"mlp_ratio": 0.01}, "mlp_ratio", "a hidden channel of the width 8"),
-        ((4,), {}, "type", "2-dimensional grid of tokens"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(size, options, argument, message):
-    with pytest.raises(PartArgumentError, match=message) as error:
-        MultiScaleTransition(BuildContext(Shape(8, size, "tokens"), 16), **{"heads": 2} | options)
-    assert error.value.argument == argument

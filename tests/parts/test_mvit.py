@@ -9,7 +9,6 @@ from timm.layers import LayerNorm
 from timm.models.mvitv2 import MultiScaleBlock, MultiScaleVit, MultiScaleVitCfg
 
 import revzoo
-from revzoo.errors import PartArgumentError
 from revzoo.parts.branches.attention import PoolingAttention
 from revzoo.parts.branches.mlp import MlpBranch
 from revzoo.parts.context import BuildContext, Shape
@@ -156,48 +155,10 @@ def test_stem_is_timms_patch_embedding_and_position():
     assert [k for k, _ in plain.named_parameters()] == ["patch_embed.proj.weight", "patch_embed.proj.bias"]
 
 
-@pytest.mark.parametrize(
-    ("make", "argument"),
-    [
-        (lambda: PoolingAttention(SQUARE, heads=2, kv_stride=3), "kv_stride"),
-        (lambda: PoolingAttention(OBLONG, heads=2, relative_position=True), "relative_position"),
-        (lambda: PoolingAttention(BuildContext(Shape(8, (16,), "tokens"), 8), heads=2), "type"),
-        (lambda: FusePoolSplit(BuildContext(SQUARE.shape, 15), heads=2), "heads"),
-        (lambda: FusePoolSplit(SQUARE, heads=2, stride=3), "stride"),
-        (lambda: FusePoolSplit(OBLONG, heads=2, kv_stride=4), "kv_stride"),
-        (lambda: FusePoolSplit(SQUARE, heads=2, fuse_ratio=0.01), "fuse_ratio"),
-        (lambda: OverlapPatchStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=8, kernel=4), "kernel"),
-        (lambda: OverlapPatchStem(BuildContext(Shape(3, (8, 10), "image"), 3), width=8), "stride"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(make, argument):
-    with pytest.raises(PartArgumentError) as error:
-        make()
-    assert error.value.argument == argument
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("rev_mvit_t", 24942856),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (
-                ("rev_mvit_s", 35639752),
-                ("rev_mvit_v2_b", 52242280),
-                ("rev_mvit_l", 214789672),
-                ("rev_mvit_h", 668418792),
-            )
-        ),
-    ],
-)
-def test_mean_fusion_has_the_weights_of_mvitv2_and_a_wider_head(name, parameters):
-    model = revzoo.create(name, device="meta", overrides=[f"stages.{i}.transition.fuse=mean" for i in (1, 2, 3)])
-    assert sum(p.numel() for p in model.parameters()) == parameters
-    width = model.spec.stages[-1].width
-    class_token = model.spec.stages[0].width if model.spec.twin["name"].endswith("_cls") else 0
-    second_stream = width * (1000 + 2)  # in the linear layer, and in the norm
-    assert parameters == model.spec.twin["parameters"] - class_token + second_stream
+def test_mean_fusion_has_the_weights_of_mvitv2_and_a_wider_head():
+    model = revzoo.create("rev_mvit_t", device="meta", overrides=[f"stages.{i}.transition.fuse=mean" for i in (1, 2, 3)])
+    second_stream = model.spec.stages[-1].width * (1000 + 2)  # in the linear layer, and in the norm
+    assert sum(p.numel() for p in model.parameters()) == model.spec.twin["parameters"] + second_stream == 24_942_856
 
 
 def test_drop_path_runs_over_all_sixteen_layers():
@@ -205,34 +166,3 @@ def test_drop_path_runs_over_all_sixteen_layers():
     rates = [round(stage.transition.drop_path.drop_prob, 6) for stage in model.stages[1:]]
     assert rates == [round(0.1 * layer / 15, 6) for layer in (1, 3, 14)]
     assert model.stages[3].blocks[0].f.drop_path.drop_prob == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(
-    ("fuse", "v2"),
-    [
-        ("concat", False),
-        ("mlp", True),
-        pytest.param("concat", True, marks=pytest.mark.slow),
-        pytest.param("mlp", False, marks=pytest.mark.slow),
-        pytest.param("mean", True, marks=pytest.mark.slow),
-        ("mean", False),
-    ],
-)
-def test_gradients_of_inverted_streams_are_the_stored_ones(fuse, v2):
-    flag = str(v2).lower()
-    features = [f"block.f.{key}={flag}" for key in ("pool_query", "relative_position", "residual_pooling")]
-    features += [f"stages.1.transition.{key}={flag}" for key in V2]
-    smaller = ["input.size=[4,4]"]
-    overrides = [f"stages.1.transition.fuse={fuse}", "block.drop_path.max=0.2", *features, *smaller]
-    model = revzoo.create("rev_mvit_digits", dtype=torch.float64, overrides=overrides)
-    batch, gradients = model.example_input(3), {}
-    for schedule in ("store", "invert"):
-        model.schedule = schedule
-        model.zero_grad()
-        torch.manual_seed(1)
-        model(batch).square().sum().backward()
-        gradients[schedule] = {name: p.grad for name, p in model.named_parameters()}
-    stored, inverted = (torch.cat([g.flatten() for g in gradients[key].values()]) for key in ("store", "invert"))
-    assert float((inverted - stored).norm() / stored.norm()) < 1e-10
-    unused = {name for name, g in gradients["store"].items() if g.norm() < 1e-10 * stored.norm()}
-    assert unused == {name for name in gradients["store"] if name.endswith("attn.norm_k.bias")}, "which cancel in the softmax"

@@ -1,10 +1,8 @@
 """The pooling head against its formula: images, tokens, a class token, masks."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 
-from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.heads.pooled_linear import PooledLinear
 
@@ -43,17 +41,3 @@ def test_the_head_normalises_before_pooling():
     normed = F.batch_norm(x, None, None, training=True, eps=1e-5)
     torch.testing.assert_close(head(x), head.linear(normed.relu().mean((2, 3))))
     torch.testing.assert_close(head.norm.running_mean, 0.9 * x.mean((0, 2, 3)))
-
-
-@pytest.mark.parametrize(
-    ("make", "argument"),
-    [
-        (lambda: PooledLinear(IMAGE, outputs=5, pool="first"), "pool"),
-        (lambda: PooledLinear(IMAGE, outputs=5, class_token=True), "class_token"),
-        (lambda: PooledLinear(TOKENS, outputs=5, norm="batch_norm"), "norm"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(make, argument):
-    with pytest.raises(PartArgumentError) as error:
-        make()
-    assert error.value.argument == argument

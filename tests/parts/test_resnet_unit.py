@@ -4,11 +4,8 @@ import pytest
 import torch
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 
-import revzoo
-from revzoo.errors import PartArgumentError
 from revzoo.parts.branches.convolution import ResidualUnit
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.stems.convolution import ResNetStem
 from revzoo.parts.transitions.residual import ResidualBlock
 
 IMAGE = BuildContext(Shape(8, (6, 5), "image"), 8)
@@ -38,25 +35,3 @@ def test_the_transition_is_timms_first_block_on_the_fused_streams(fuse):
     assert y1 is y2
     assert part.out_shape == Shape(12, (3, 3), "image")
     torch.testing.assert_close(y1, original(x2 if fuse == "last" else (x1 + x2) / 2), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("make", "argument", "message"),
-    [
-        (lambda: ResidualUnit(IMAGE, layout="bottleneck", middle=6, groups=4), "groups", "a divisor of the 6 channels inside"),
-        (lambda: ResidualUnit(IMAGE, groups=2), "groups", "1, or the layout bottleneck"),
-        (lambda: ResidualUnit(BuildContext(Shape(8, (4,), "tokens"), 8)), "type", "a stem that gives images"),
-        (lambda: ResidualBlock(BuildContext(Shape(8, (4,), "tokens"), 8)), "type", "a stem that gives images"),
-        (lambda: ResNetStem(BuildContext(Shape(8, (4,), "text"), 8)), "type", "an input of kind image"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(make, argument, message):
-    with pytest.raises(PartArgumentError, match=message) as error:
-        make()
-    assert error.value.argument == argument
-
-
-def test_the_parts_can_be_named_in_a_spec():
-    assert {"residual_unit"} <= set(revzoo.registry.branches)
-    assert {"residual_block"} <= set(revzoo.registry.transitions)
-    assert {"resnet"} <= set(revzoo.registry.stems)

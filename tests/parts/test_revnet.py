@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from revzoo.errors import PartArgumentError
 from revzoo.parts.branches.convolution import ConvBranch
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.stems.convolution import ConvStem
@@ -69,23 +68,3 @@ def test_conv_stem_is_the_formula():
     y = F.relu(F.batch_norm(y, None, None, stem.norm.weight, stem.norm.bias, training=True, eps=1e-3))
     torch.testing.assert_close(stem(x), F.max_pool2d(y, 3, 2, 1))
     assert stem.out_shape == Shape(4, (2, 2), "image")
-
-
-@pytest.mark.parametrize(
-    ("make", "argument", "message"),
-    [
-        (lambda: ConvBranch(TOKENS), "type", "a stem that gives images"),
-        (lambda: ConvBranch(BuildContext(Shape(6, (2, 2), "image"), 6), layout="bottleneck"), "layout", "divisible by 4"),
-        (lambda: ConvStem(IMAGE, width=8, kernel=4), "kernel", "an odd number"),
-        (lambda: ConvStem(IMAGE, width=8, stride=4), "stride", r"sides \(6, 4\) divisible by stride\."),
-        (lambda: ConvStem(IMAGE, width=8, stride=2, pool=True), "stride", r"sides \(6, 4\) divisible by stride times 2"),
-        (lambda: ResidualPair(IMAGE, stride=4), "stride", "a divisor of both sides of the 6x4 image"),
-        (lambda: ResidualPair(BuildContext(IMAGE.shape, 6)), "layout", "a width of 8 plus an even number instead of 6"),
-        (lambda: ResidualPair(BuildContext(IMAGE.shape, 18), layout="bottleneck"), "layout", "divisible by 4 instead of 18"),
-        (lambda: ResidualPair(TOKENS), "type", "a stem that gives images"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(make, argument, message):
-    with pytest.raises(PartArgumentError, match=message) as error:
-        make()
-    assert error.value.argument == argument

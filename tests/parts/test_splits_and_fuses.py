@@ -71,18 +71,3 @@ def test_split_and_fuse_are_each_others_inverse():
         assert torch.equal(split.inverse(*split(x)), x)
         assert all(map(torch.equal, fuse.inverse(fuse(x, 2 * x)), (x, 2 * x)))
     assert Concat(IMAGE, norm="batch_norm").inverse is None
-
-
-@pytest.mark.parametrize(
-    ("make", "argument", "message"),
-    [
-        (lambda: ChannelSplit(BuildContext(Shape(3, (2, 2), "image"), 3)), "type", "an even number .* the stem gives 3"),
-        (lambda: Concat(TOKENS, norm="batch_norm"), "norm", "batch_norm or none for images"),
-        (lambda: Mean(IMAGE), "norm", "batch_norm or none for images"),
-        (lambda: Last(IMAGE, norm="layer_norm_1e-5"), "norm", "batch_norm or none for images"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(make, argument, message):
-    with pytest.raises(PartArgumentError, match=message) as error:
-        make()
-    assert error.value.argument == argument

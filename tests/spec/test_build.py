@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -13,46 +14,31 @@ from revzoo.registry import branches, couplings, fuses, heads, inits, splits, st
 from revzoo.spec import Part
 
 # The largest networks are built in slow tests only; of the others, some of every family are also run.
-SLOW_TO_BUILD = {
-    "irevnet_300",
-    "irevnet_300_bottleneck",
-    "reformer_enwik8",
+SLOW_TO_BUILD = ("*_300*", "*_enwik8", "*_bert_large", "*_1024", "*_h", "rev_mvit_l", "*_g", "*_g_mlp", "*_v2_b", "*_104")
+    "*_300*",
+    "*_enwik8",
     "rev_bert_large",
-    "rev_mvit_h",
+    "*_1024",
+    "*_h",
     "rev_mvit_l",
-    "rev_mvit_v2_b",
-    "rev_roberta_large_1024",
-    "rev_swin_g",
-    "rev_swin_g_mlp",
-    "rev_swin_h",
-    "rev_vit_h",
+    "*_g",
+    "*_g_mlp",
+    "*_v2_b",
     "revnet_104",
-}
-QUICK_TO_RUN = {
-    "irevnet_digits",
-    "irevnet_injective",
-    "reformer_mini",
-    "rev_bert_mini",
-    "rev_mvit_digits",
-    "rev_roberta_mini",
-    "rev_swin_digits",
-    "rev_vit_digits",
-    "rev_vit_s",
-    "revnet_digits",
-}
+)
+QUICK_TO_RUN = ("irevnet_injective", "*_mini", "*_digits", "rev_vit_s")
 MODELS = revzoo.list_models()
 
 
-def marked(name, slow):
-    return pytest.param(name, marks=pytest.mark.slow) if slow else name
+def mark(is_slow):
+    return [pytest.param(name, marks=pytest.mark.slow) if is_slow(name) else name for name in MODELS]
 
 
-def test_the_quick_and_the_slow_are_models():
-    assert set(MODELS) >= SLOW_TO_BUILD | QUICK_TO_RUN
-    assert not SLOW_TO_BUILD & QUICK_TO_RUN
+def matches(name, patterns):
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-@pytest.mark.parametrize("name", [marked(name, name in SLOW_TO_BUILD) for name in MODELS])
+@pytest.mark.parametrize("name", mark(lambda name: matches(name, SLOW_TO_BUILD)))
 def test_every_spec_builds_on_the_meta_device_with_the_parameters_and_steps_it_expects(name):
     model = revzoo.create(name, device="meta")
     expect = model.spec.expect
@@ -61,7 +47,7 @@ def test_every_spec_builds_on_the_meta_device_with_the_parameters_and_steps_it_e
     assert len(model.steps) == expect["reversible_steps"]
 
 
-@pytest.mark.parametrize("name", [marked(name, name not in QUICK_TO_RUN) for name in MODELS])
+@pytest.mark.parametrize("name", mark(lambda name: not matches(name, QUICK_TO_RUN)))
 def test_every_model_runs_with_the_streams_and_flops_it_expects(name):
     model = revzoo.create(name, device="meta")
     expect = model.spec.expect
@@ -95,8 +81,6 @@ def problems(name: str, *overrides: str) -> list[str]:
     ("name", "overrides", "named"),
     [
         ("rev_vit_digits", ["stages.0.width=60", "block.f.heads=7"], ["stages.0.width: found 60", "stages.0.f.heads: found 7"]),
-        ("rev_vit_s", ["input.size=[225,224]"], ["stem.patch: found 16"]),
-        ("revnet_38", ["stem.width=33"], ["split.type: found 'channel'"]),
         (
             "revnet_38",
             ["stages.1.width=31", "stages.2.transition.stride=3"],
@@ -123,20 +107,12 @@ def test_any_registered_coupling_builds_and_trains():
 @pytest.mark.parametrize(
     ("name", "override", "path", "allowed"),
     [
+        ("rev_vit_digits", "input=3", "input", "a mapping with the key kind: 'image' or 'text'"),
         ("rev_vit_digits", "stem.patch=0", "stem.patch", "an integer >= 1"),
-        ("rev_vit_digits", "stem.position_std=0", "stem.position_std", "a finite number > 0"),
         ("rev_vit_digits", "stages.0.g.ratio=.nan", "stages.0.g.ratio", "a finite number > 0"),
         ("rev_vit_digits", "stages.0.depth=10001", "stages.0.depth", "an integer from 1 to 10000"),
-        ("rev_vit_digits", "head.outputs=-1", "head.outputs", "an integer >= 0"),
-        ("rev_vit_digits", "init={type: truncated_normal, bias: .inf}", "init.bias", "a finite number"),
         ("revnet_digits", "fuse.momentum=0", "fuse.momentum", "a number in (0, 1]"),
         ("revnet_digits", "block.coupling={type: momentum, m: 1}", "block.coupling.m", "null or a number in [0, 1)"),
-        (
-            "revnet_digits",
-            "block.coupling={type: leapfrog, h: 1.0e+200}",
-            "block.coupling.h",
-            "a number whose square",
-        ),
     ],
 )
 def test_a_number_out_of_range_is_named(name, override, path, allowed):
@@ -189,16 +165,6 @@ def test_parts_of_ones_own_are_what_the_network_needs(registry, make, override, 
         assert allowed in problem
 
 
-@pytest.mark.parametrize(
-    ("override", "path"), [("block.f.heads=5", "stages.0.f.heads"), ("stages.0.width=60", "stages.0.width")]
-)
-def test_what_an_override_set_is_placed_there(override, path):
-    with pytest.raises(SpecError) as error:
-        revzoo.create("rev_vit_digits", overrides=[override], device="meta")
-    (problem,) = (each for each in error.value.problems if each.path == path)
-    assert problem.file == "override"
-
-
 def test_what_a_base_wrote_is_placed_there(tmp_path):
     (tmp_path / "base.yaml").write_text("name: base\nbase: rev_vit_digits\nblock: {f: {heads: 5}}\n")
     (tmp_path / "mine.yaml").write_text("name: mine\nbase: base.yaml\n")
@@ -228,11 +194,6 @@ def test_what_parts_of_ones_own_return_is_checked(registry, override, message, m
         model(model.example_input(2))
 
 
-def test_the_arguments_of_a_twin_are_a_mapping():
-    (problem,) = problems("rev_vit_ti", "twin.arguments=3")
-    assert problem == "twin.arguments: found 3; allowed: a mapping"
-
-
 def test_build_takes_a_spec():
     with pytest.raises(InputError, match=r"Received: 'revnet_digits'\. Use revzoo\.create\(name\)"):
         revzoo.build("revnet_digits")
@@ -243,6 +204,6 @@ def test_build_takes_a_spec():
 
 
 def test_more_blocks_than_can_be_built(tmp_path):
-    (tmp_path / "spec.yaml").write_text("base: rev_vit_digits\nstages: [" + "{depth: 10000, width: 64}," * 1000 + "]")
-    with pytest.raises(SpecError, match="stages: found 10000000 blocks; allowed: stages of at most 10000 blocks together"):
+    (tmp_path / "spec.yaml").write_text("base: rev_vit_digits\nstages: [" + "{depth: 10000, width: 64}," * 2 + "]")
+    with pytest.raises(SpecError, match="stages: found 20000 blocks; allowed: stages of at most 10000 blocks together"):
         revzoo.load_spec(tmp_path / "spec.yaml")

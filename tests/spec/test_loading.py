@@ -1,7 +1,5 @@
 """Specs resolve to what is written, and whatever is wrong is said once, where it stands."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -90,14 +88,10 @@ def test_stages_may_complete_a_template(write):
         ("stages[1].depth=6", lambda spec: spec.stages[1].depth == 6),
         ("stages.0.f.heads=1", lambda spec: [stage.f.arguments["heads"] for stage in spec.stages] == [1, 4]),
         ("stages.1.transition=null", lambda spec: spec.stages[1].transition is None),
-        ("head.outputs=100", lambda spec: spec.head.arguments == {"outputs": 100}),
         ("block.coupling={type: momentum, m: 1}", lambda spec: spec.coupling == Part("momentum", {"m": 1.0})),
         ("block.g={type: conv, kernel: [1, 7]}", lambda spec: spec.stages[0].g == Part("conv", {"kernel": (1, 7)})),
-        ("block.drop_path.rule=constant", lambda spec: spec.drop_path == DropPathSpec(0.1, "constant")),
         ("init.type=normal", None),
         ("input.size=[8,16]", lambda spec: spec.input.size == (8, 16)),
-        ("input.size.1=16", lambda spec: spec.input.size == (32, 16)),
-        ("stem.patch=[2, 4]", lambda spec: spec.stem.arguments["patch"] == (2, 4)),
         ("block.drop_path.max=1e-3", lambda spec: spec.drop_path.max == 0.001),
     ],
 )
@@ -110,10 +104,6 @@ def test_override(write, override, read):
     else:
         assert not read(load_spec(path))
         assert read(load_spec(path, [override]))
-
-
-def test_a_later_override_wins(write):
-    assert load_spec(write(SPEC), ["head.outputs=3", "head.outputs=4"]).head.arguments == {"outputs": 4}
 
 
 def test_every_wrong_override_is_reported(write):
@@ -152,25 +142,8 @@ def test_digest_is_of_the_architecture_alone(write):
     digest = load_spec(write(SPEC)).digest
     assert len(digest) == 64
 
-    block_style = """
-        sources: []
-        twin: {library: timm, name: other}
-        expect: {reversible_steps: 10}
-        head:
-            outputs: 10
-            type: linear
-        block:
-            g: {ratio: 4.0, type: mlp}
-            f: {type: attention}
-            drop_path: {rule: linear, max: 0.1}
-            coupling: {type: additive}
-        stages:
-        - {f: {heads: 2}, depth: 2, width: 8}
-        - {transition: merging, depth: 3, width: 16, f: {heads: 4}}
-    """
-    child = write(f"base: toy.yaml\nname: other{block_style.replace(chr(10) + ' ' * 8, chr(10))}", "child.yaml")
-    assert load_spec(child).digest == digest
-    assert load_spec(child).name == "other"
+    child = "base: toy.yaml\nname: other\nsources: []\nhead: {outputs: 10, type: linear}\nblock: {g: {ratio: 4.0, type: mlp}}"
+    assert load_spec(write(child, "child.yaml")).digest == digest
 
     others = ["family=f", "input.size=[32, 33]", "block.drop_path.max=0.2", "stages.1.f.heads=2", "head.outputs=11"]
     others += [
@@ -230,18 +203,14 @@ def test_base_by_name(write, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", r"\(top level\): found an empty file"),
         ("# nothing\n---\n", r"\(top level\): found an empty file"),
         ("- a\n- b", r"\(top level\): found a list; allowed: a mapping"),
-        ("42", r"\(top level\): found an unreadable file"),
-        ("name: [1,\nhead: 2", "line 3, column 1: found invalid YAML"),
         ("block: {f: a, f: b}", r"line 1, column 15: found invalid YAML \(found duplicate key f\)"),
         ("name: &a [*a]", "line 1, column 7: found invalid YAML"),
         ("name: !!python/name:os.system x", "line 1, column 7: found invalid YAML"),
         ("name: \x00", r"\(top level\): found an unreadable file"),
-        ("name: " + "[" * 2000 + "]" * 2000, "found (invalid YAML|an unreadable file)"),
+        ("name: x", "block: found nothing"),
         ("base: no", "base: found false; .* quote it"),
-        ("base: nobody", "base: found 'nobody'"),
         ("base: no.yaml", "there is no file no.yaml"),
         ("base: bad.yaml", "base: found bad.yaml -> bad.yaml"),
     ],
@@ -249,12 +218,6 @@ def test_base_by_name(write, monkeypatch):
 def test_unreadable_file(write, text, problem):
     with pytest.raises(SpecError, match=rf"bad\.yaml: .*{problem}"):
         load_spec(write(text, "bad.yaml"))
-
-
-def test_file_that_is_not_text(write):
-    write("", "bad.yaml").write_bytes(b"name: \xff\xfe")
-    with pytest.raises(SpecError, match=r"bad.yaml: \(top level\): found an unreadable file"):
-        load_spec("bad.yaml")
 
 
 def test_unknown_source(write, monkeypatch):
@@ -305,52 +268,6 @@ def test_what_is_beside_a_missing_file(tmp_path, monkeypatch):
     assert names.find_beside(f"{tmp_path}/vitt") == ""
 
 
-def test_checkout_holds_the_specs():
-    assert (names.data_root() / "specs" / "models").is_dir()
-
-
-def test_a_new_process_checks_the_arguments_of_parts_and_imports_torch_only_for_that():
-    code = """
-import sys
-from revzoo.spec import list_models, load_spec
-print(len(list_models()), "torch" in sys.modules)
-try:
-    load_spec("rev_vit_b", ["block.coupling=additiv", "block.f.heads=three", "head.output=2"])
-except ValueError as error:
-    print(error)
-"""
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert process.stdout.splitlines() == [
-        "71 False",
-        "3 problems found:",
-        "  override: block.coupling: found 'additiv'; allowed: one of additive, dual_residual, leapfrog, midpoint, momentum, "
-        "none."
-        " Did you mean 'additive'?",
-        "  override: block.f.heads: found 'three'; allowed: an integer >= 1.",
-        "  override: head.output: found the unknown key 'output';"
-        " allowed: outputs, pool, class_token, dropout, norm, fc_norm, momentum, bias, scale, slope. Did you mean 'outputs'?",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("base: rev_vit_digits\nhead: {outputs: " + "9" * 4400 + "}", "an unreadable file .Exceeds the limit"),
-        ("base: ./" + "x" * 5000 + ".yaml", "base: found './x{198}', but there is no file .*xx; allowed: an existing file"),
-        ("base: " + "x" * 5000, "a path ending in .yaml, or one of"),
-    ],
-)
-def test_files_that_are_too_much(tmp_path, text, message):
-    (tmp_path / "spec.yaml").write_text(text)
-    with pytest.raises(SpecError, match=message):
-        load_spec(tmp_path / "spec.yaml")
-
-
-def test_an_override_with_too_many_digits():
-    with pytest.raises(SpecError, match="override: head.outputs: found .*; allowed: a YAML value"):
-        load_spec("rev_vit_digits", ["head.outputs=" + "9" * 4400])
-
-
 def test_saved_yaml_says_once_what_stages_share_so_that_overrides_of_the_block_reach_them(write):
     spec = load_spec(write(SPEC), ["stages.1.f.heads=4"])
     saved = write(spec.to_yaml(), "run/spec.yaml")
@@ -363,10 +280,10 @@ def test_saved_yaml_says_once_what_stages_share_so_that_overrides_of_the_block_r
     assert [stage.g.arguments["ratio"] for stage in changed.stages] == [2, 2]
 
 
-@pytest.mark.parametrize(
-    ("override", "path"), [("block.f.heads=8", "f.heads"), ("block.f={type: attention, heads: 8}", "f.heads")]
-)
-def test_an_override_that_no_stage_takes_is_refused(write, override, path):
+@pytest.mark.parametrize("override", ["block.f.heads=8", "block.f={type: attention, heads: 8}"])
+def test_an_override_that_no_stage_takes_is_refused(write, override):
     stages = ["stages.0.f.heads=2", "stages.1.f.heads=4"]
-    with pytest.raises(SpecError, match=rf"override: block.{path}: found 8; allowed: stages.N.{path}: every stage has a value"):
+    with pytest.raises(
+        SpecError, match=r"override: block.f.heads: found 8; allowed: stages.N.f.heads: every stage has a value"
+    ):
         load_spec(write(SPEC), [*stages, override])

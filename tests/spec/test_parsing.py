@@ -1,16 +1,15 @@
 """Annotations decide what YAML may say, for any dataclass: specs and recipes alike."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import pytest
 
 from revzoo.bounds import Bound, PositiveInt
 from revzoo.errors import InputError
 from revzoo.spec import YamlNode, apply_overrides, parse, to_plain
-from revzoo.spec.parsing import NOT_WRITTEN, describe
+from revzoo.spec.parsing import NOT_WRITTEN
 
 
 class Note(TypedDict, total=False):
@@ -54,21 +53,16 @@ EVEN = Annotated[tuple[int, ...], Bound("an even number of integers", lambda ite
     ("annotation", "value", "expected"),
     [
         (int, 3, 3),
-        (float, 0.5, 0.5),
         (bool, False, False),
-        (str, "no", "no"),
         (Literal["a", 2], 2, 2),
         (Literal["no", "bf16"], False, "no"),
         (int | None, None, None),
         (int | str, "x", "x"),
-        (int | tuple[int, int], [1, 2], (1, 2)),
-        (tuple[int, ...], [], ()),
         (tuple[float, ...], [1, 2.5], (1.0, 2.5)),
         (tuple[tuple[int, int], ...], [[1, 2], [3, 4]], ((1, 2), (3, 4))),
         (PositiveInt, 1, 1),
         (EVEN, [1, 2], (1, 2)),
         (Any, {"a": [1, None]}, {"a": [1, None]}),
-        (Note, {}, {}),
     ],
 )
 def test_value_fits(annotation, value, expected):
@@ -85,29 +79,18 @@ def test_integer_becomes_a_number_where_one_is_declared():
     ("annotation", "value", "allowed"),
     [
         (int, True, "value: an integer"),
-        (int, 3.0, "value: an integer"),
         (int, "3", "value: an integer"),
-        (int, None, "value: an integer"),
-        (int, [3], "value: an integer"),
         (float, True, "value: a number"),
-        (float, "fast", "value: a number"),
-        (bool, 1, "value: true or false"),
         (str, False, "value: text"),
-        (str, {"a": 1}, "value: text"),
         (Literal["a", 1], True, "value: 'a' or 1"),
-        (Literal["a", 1], ["a"], "value: 'a' or 1"),
         (int | None, "x", "value: null or an integer"),
         (int | str, 2.5, "value: an integer or text"),
         (tuple[int, ...], 3, "value: a list (each item an integer)"),
         (tuple[int, ...], [1, "x"], "value.1: an integer"),
         (tuple[int, int], [1], "value: a list of 2 (an integer, an integer)"),
         (tuple[int, int] | None, [1], "value: null or a list of 2 (an integer, an integer)"),
-        (tuple[int, int] | None, [1, None], "value.1: an integer"),
         (PositiveInt, 0, "value: an integer >= 1"),
-        (PositiveInt | None, -1, "value: null or an integer >= 1"),
         (EVEN, [1], "value: an even number of integers"),
-        (EVEN, [1, "x"], "value.1: an integer"),
-        (Inner, None, "value: a mapping with the keys rate, betas"),
         (Inner | None, [], "value: null or a mapping with the keys rate, betas"),
         (Note, {"text": 3}, "value.text: text"),
     ],
@@ -127,19 +110,11 @@ class Point:
     x: int
 
 
-class Partly(TypedDict):
-    text: NotRequired[str]
-    number: Required[int]
-
-
 @pytest.mark.parametrize(
     ("annotation", "value", "expected"),
     [
         (Tree, {"left": {"leaf": 3}}, Tree(left=Tree(3))),
         (Inner | Point, {"x": 3}, Point(3)),
-        (Inner | Point, {"rate": 0.5}, Inner(0.5)),
-        (Partly, {"number": 3}, {"number": 3}),
-        (Partly, {"text": "a"}, {"value.number: an integer"}),
         (None, None, None),
         (list[int] | None, None, None),  # what is not set may be annotated with anything
     ],
@@ -152,41 +127,12 @@ class Hidden(TypedDict):
     inner: list[int]
 
 
-@pytest.mark.parametrize("annotation", [list[int], list, dict[str, int], tuple, tuple[()], Path, Callable, Hidden])
+@pytest.mark.parametrize("annotation", [list[int], tuple, Path, Hidden])
 def test_annotations_that_are_not_known_are_named(annotation):
     with pytest.raises(
         InputError, match=r"^value(\.inner)? is annotated with .*, which no spec can set. Allowed: int, float, "
     ):
         read(annotation, {"inner": [1]} if annotation is Hidden else [1])
-
-
-def test_an_annotation_that_is_not_known_is_described():
-    assert read(tuple[list[int], ...], 3) == {"value: a list (each item list[int])"}
-
-
-def test_the_refused_key_is_not_suggested():
-    """Though another kind of the same section has it."""
-
-    @dataclass
-    class Image:
-        kind: Literal["image"]
-        channels: int
-
-    @dataclass
-    class Text:
-        kind: Literal["text"]
-
-    @dataclass
-    class One:
-        input: Image | Text
-
-    image = YamlNode.from_plain({"input": {"kind": "text", "channels": 3}}, "one.yaml")
-    [problem] = parse(One, image)[1]
-    assert (problem.path, problem.hint) == ("input.channels", "")
-
-
-def test_union_is_described_with_null_first():
-    assert describe(int | None | str) == "null or an integer or text"
 
 
 def test_nested_dataclasses():

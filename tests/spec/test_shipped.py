@@ -50,30 +50,3 @@ def test_models_for_texts_are_as_large_as_their_twins():
     specs = [spec for name in list_models("rev_*bert*") if (spec := load(name)).twin is not None]
     assert len(specs) == 11
     assert [spec.name for spec in specs if spec.twin["parameters"] != spec.expect["parameters"]] == []
-
-
-def cite(name: str, of: str) -> str:
-    """Return what a spec cites for what a word is in, or in whose citation it is."""
-    return "\n".join(source["cite"] for source in load(name).sources if of in f"{source}")
-
-
-def test_revnets_parameters_are_in_its_table_2_and_errors_in_tables_3_and_4():
-    for name, millions in (("revnet_38", "0.46"), ("revnet_110", "1.73"), ("revnet_164", "1.70")):
-        assert f"RevNet, table 2; its parameters by arithmetic over revnet-public, {millions} M in the table" in cite(
-            name, "twin"
-        )
-        assert "RevNet, table 3: " in cite(name, "error on CIFAR-10")
-    assert "45.2 M in RevNet, table 2" in cite("revnet_104", "widths")
-    assert "44.5 M in table 2" in cite("revnet_104", "twin")
-    assert "RevNet, table 4: 23.10 %" in cite("revnet_104", "error on ImageNet")
-
-
-def test_reformers_differences_from_its_code_are_in_its_sources():
-    assert "rotary ones by default since April 2021" in cite("reformer_enwik8", "position")
-    assert "The first chunk has no previous one" in cite("reformer_enwik8", "attention")
-    assert "The number of buckets follows the input's length" in cite("reformer_enwik8", "attention")
-
-
-def test_transformers_sources_say_how_weights_start():
-    for name in ("rev_vit_s", "rev_mvit_b", "rev_swin_t"):
-        assert "start with std 0.02, cut at +-2, biases of linear layers and norms at 0.02" in cite(name, "init")

@@ -1,15 +1,13 @@
 """Runs on tars and data sets of Hugging Face: they are those on a folder of the same images, resumed and evaluated alike."""
 
-import json
 import shutil
 
 import pytest
 
-from revzoo.errors import InputError, SpecError
+from revzoo.errors import InputError
 from revzoo.training.evaluation import evaluate_checkpoint
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.loop import resume, train
-from revzoo.training.recipe import load_recipe
 
 IMAGES = ["data.batch_size=2", "data.shift=0", "train.save_every=1", "mixup={mixup_alpha: 0.8}"]
 
@@ -38,19 +36,3 @@ def test_other_tars_are_refused(recipe, tar_folder, tmp_path):
     (tar_folder / "animals-train-0002.tar").unlink()
     with pytest.raises(InputError, match="training examples: 8 at the start, 6 now"):
         resume(tmp_path / "run", accept_changes=True)
-
-
-def test_texts_of_a_data_set(tables, tokenizer, tmp_path):
-    datasets = pytest.importorskip("datasets")
-    features = datasets.Features(text=datasets.Value("string"), label=datasets.ClassLabel(names=["dog", "cat"]))
-    rows = datasets.Dataset.from_dict({"text": ["a cat purrs", "a dog"] * 8, "label": ["cat", "dog"] * 8}, features)
-    datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "texts")
-    small = (
-        "model.overrides=[stem.width=8,stages.0.width=8,stages.0.depth=1,block.f.heads=2,input.vocabulary=280,input.padding=1]"
-    )
-    data = ["data.name=hfds", f"data.root={tmp_path / 'texts'}", f"data.text.tokenizer={tokenizer}", "data.batch_size=4"]
-    run = train(load_recipe("text_bert", [*data, small, "train.epochs=1", "schedule.warmup_epochs=0"]), tmp_path / "run")
-    assert json.loads((run.folder / "classes.json").read_text()) == ["dog", "cat"]
-    assert evaluate_checkpoint(run.folder).count == 16
-    with pytest.raises(SpecError, match="mixup: found .* allowed: null, for texts: ids cannot be mixed"):
-        train(load_recipe("text_bert", [*data, small, "mixup={mixup_alpha: 0.8}"]), tmp_path / "mixed")

@@ -74,7 +74,7 @@ class PooledLinear(LinearHead):
         self.reset(outputs)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.classifier(self.compute_pre_logits(x, mask))
+        logits = super().forward(x, mask)
         return logits if self._scale == 1 or not self.num_classes else logits * self._scale
 
     def compute_pre_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:

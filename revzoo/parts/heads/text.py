@@ -30,28 +30,15 @@ class TextFeatures(nn.Module):
     def __init__(self, context: BuildContext, *, of: Literal["text", "tokens"] = "text"):
         super().__init__()
         context.require_kind("tokens", "text_features", "pooled_linear, or a stem that gives tokens")
-        self._width = context.shape.width
-        self.dense = nn.Linear(self._width, self._width) if of == "text" else None
-
-    @property
-    def hidden_size(self) -> int:
-        """Number of features."""
-        return self._width
-
-    @property
-    def num_classes(self) -> int:
-        """0: there are none."""
-        return 0
-
-    @property
-    def outputs(self) -> int:
-        """Number of features."""
-        return self._width
+        width = context.shape.width
+        self.hidden_size = self.outputs = width
+        self.num_classes = 0
+        self.dense = nn.Linear(width, width) if of == "text" else None
 
     def reset(self, outputs: int, like: Tensor | None = None) -> None:
         """Refuse: the outputs are the network's own channels."""
         raise InputError(
-            f"The {self._width} features of a text are the network's channels. Received: {outputs} outputs. Classes need "
+            f"The {self.outputs} features of a text are the network's channels. Received: {outputs} outputs. Classes need "
             f"another head: overrides=['head={{type: sequence_classification, outputs: {outputs}}}']."
         )
 
@@ -94,10 +81,6 @@ class TokenLinear(LinearHead):
         self.dropout = nn.Dropout(dropout)
         self.reset(outputs)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.classifier(self.compute_pre_logits(x, mask))
-        return logits
-
     def compute_pre_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the features of each token, (B, N, D), after dropout."""
         x = self.norm(x)
@@ -128,21 +111,8 @@ class MaskedLM(nn.Module):
         self.layer_norm = nn.LayerNorm(width, eps=eps)
         self.weight = context.embedding
         self.bias = nn.Parameter(torch.zeros(vocabulary))
-
-    @property
-    def hidden_size(self) -> int:
-        """Number of features that are compared with the embeddings."""
-        return self.weight.shape[1]
-
-    @property
-    def num_classes(self) -> int:
-        """Size of the vocabulary."""
-        return self.outputs
-
-    @property
-    def outputs(self) -> int:
-        """Size of the vocabulary."""
-        return self.weight.shape[0]
+        self.hidden_size = width
+        self.outputs = self.num_classes = vocabulary
 
     def reset(self, outputs: int, like: Tensor | None = None) -> None:
         """Refuse: the outputs are the vocabulary."""
@@ -190,10 +160,6 @@ class SequenceClassification(LinearHead):
         self.act = nn.Tanh() if act == "tanh" else get_activation(act)()
         self.dropout = nn.Dropout(dropout)
         self.reset(outputs)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.classifier(self.compute_pre_logits(x, mask))
-        return logits
 
     def compute_pre_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the features of each text, (B, D), after dropout."""

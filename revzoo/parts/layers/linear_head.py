@@ -34,6 +34,10 @@ class LinearHead(nn.Module):
         """Size of the last dimension of what the head returns."""
         return self.num_classes or self.hidden_size
 
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.classifier(self.compute_pre_logits(x, mask))
+        return logits
+
     def compute_pre_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the features that the last layer takes."""
         raise NotImplementedError

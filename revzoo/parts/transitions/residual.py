@@ -87,6 +87,8 @@ class ResidualBlock(ResNetUnit):
         too.
     """
 
+    _part = "residual_block"  # for messages
+
     def __init__(
         self,
         context: BuildContext,
@@ -98,20 +100,22 @@ class ResidualBlock(ResNetUnit):
         groups: PositiveInt = 1,
         momentum: UnitInterval = 0.1,
     ):
-        super().__init__(context, "residual_block", layout, middle, groups, momentum, stride)
+        super().__init__(context, self._part, layout, middle, groups, momentum, stride)
         self._fuse = fuse
         self.out_shape = Shape(context.width, divide_rounding_up(context.shape.size, stride), "image")
         projection = nn.Conv2d(context.shape.width, context.width, 1, stride, bias=False)
         self.downsample = nn.Sequential(projection, nn.BatchNorm2d(context.width, momentum=momentum))
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-        x = join_streams(x1, x2, self._fuse)
-        y = F.relu(self.compute_change(x) + self.downsample(x))
+        y = self._shrink(join_streams(x1, x2, self._fuse))
         return y, y
+
+    def _shrink(self, x: Tensor) -> Tensor:
+        return F.relu(self.compute_change(x) + self.downsample(x))
 
 
 @transitions.register("downsampling_block")
-class DownsamplingBlock(ResNetUnit):
+class DownsamplingBlock(ResidualBlock):
     """Run a ResNet block that changes width or size, in a network on one tensor (`split: none`).
 
     y = ReLU(unit(x) + downsample(x)), where downsample is a 1x1 convolution and BatchNorm.
@@ -125,6 +129,7 @@ class DownsamplingBlock(ResNetUnit):
     """
 
     takes_one_tensor = True
+    _part = "downsampling_block"
 
     def __init__(
         self,
@@ -134,13 +139,10 @@ class DownsamplingBlock(ResNetUnit):
         stride: PositiveInt = 2,
         momentum: UnitInterval = 0.1,
     ):
-        super().__init__(context, "downsampling_block", layout, None, 1, momentum, stride)
-        self.out_shape = Shape(context.width, divide_rounding_up(context.shape.size, stride), "image")
-        projection = nn.Conv2d(context.shape.width, context.width, 1, stride, bias=False)
-        self.downsample = nn.Sequential(projection, nn.BatchNorm2d(context.width, momentum=momentum))
+        super().__init__(context, layout=layout, stride=stride, momentum=momentum)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.compute_change(x) + self.downsample(x))
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # one tensor
+        return self._shrink(x)
 
 
 @transitions.register("preactivated_block")

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from revzoo.analysis.chains import find_block_chains, find_chains
 from revzoo.errors import InputError
-from revzoo.model.network import Model
+from revzoo.model.network import Network
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.layer_rules import has_inverse, is_made_of_layers
@@ -20,7 +20,7 @@ from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.observation import observe_calls
 
-PlannableModel = Model | ReversibleChain | LayerChain
+PlannableModel = Network | ReversibleChain | LayerChain
 
 
 def read_layout(model: nn.Module) -> list[LayoutEntry]:

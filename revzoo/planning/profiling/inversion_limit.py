@@ -13,7 +13,7 @@ from torch import nn
 from revzoo.analysis.chains import find_block_chains, preserve_schedules
 from revzoo.analysis.verify import verify
 from revzoo.errors import RecoveryError
-from revzoo.model.network import Model
+from revzoo.model.network import Network
 from revzoo.planning.profiling.hooks import assign_schedule, list_units
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.coupling import Coupling
@@ -58,7 +58,7 @@ def predict_inversion_limit(model: nn.Module) -> int | None:
     """
     if isinstance(model, LayerChain):
         return None
-    if isinstance(model, Model):
+    if isinstance(model, Network):
         couplings: Sequence[Coupling] = [model.coupling] * len(model.steps)
     elif isinstance(model, ReversibleChain):
         couplings = model.couplings

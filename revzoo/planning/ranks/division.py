@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from revzoo.analysis.optimizer_step import OptimizerBytes, copy_optimizer, count_optimizer
 from revzoo.errors import InputError, UnknownNameError
-from revzoo.model.network import Model
+from revzoo.model.network import Network
 from revzoo.sharding.mesh import Shard, count_shards, read_sizes
 from revzoo.sharding.shard import list_gathered
 
@@ -100,7 +100,7 @@ class RankBytes:
     gathered: int
 
 
-def count_rank_bytes(model: Model, division: Division, optimizer: Optimizer | None = None) -> RankBytes:
+def count_rank_bytes(model: Network, division: Division, optimizer: Optimizer | None = None) -> RankBytes:
     """Return what the rank with the largest shards holds, whatever the batch and the schedule are.
 
     Args:

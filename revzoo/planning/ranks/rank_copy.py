@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from revzoo.analysis.fake_tensors import FakeMode, make_fake
 from revzoo.errors import InputError
-from revzoo.model.network import Model
+from revzoo.model.network import Network
 from revzoo.planning.ranks.division import Division
 from revzoo.runtime.nested import tensors_in
 from revzoo.sharding.mesh import make_mesh
@@ -92,8 +92,8 @@ class RankMode(FakeMode):
 
 @contextmanager
 def divide_copy(
-    model: Model, division: Division, *, precision: Precision = "no", mesh: DeviceMesh | None = None
-) -> Iterator[tuple[Model, RankMode]]:
+    model: Network, division: Division, *, precision: Precision = "no", mesh: DeviceMesh | None = None
+) -> Iterator[tuple[Network, RankMode]]:
     """Yield a copy of the model without values, as the first of the ranks holds it, and what notes its collectives.
 
     Args:

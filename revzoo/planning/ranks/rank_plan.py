@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from revzoo.analysis.dry_run import accumulated_gradients, require_module
 from revzoo.errors import BudgetError, InputError
-from revzoo.model.network import Model
+from revzoo.model.network import Network
 from revzoo.planning.plan import Plan, Solver
 from revzoo.planning.planner import enforce_budget, solve
 from revzoo.planning.profiling.count import count, count_peak
@@ -47,7 +47,7 @@ class RankPlan:
 
 
 def plan_ranks(
-    model: Model,
+    model: Network,
     batch: Any,
     budget: str | int,
     division: Division,
@@ -81,7 +81,7 @@ def plan_ranks(
         BudgetError: no schedule fits; names the smallest budget that would.
     """
     require_module(model)
-    if not isinstance(model, Model):
+    if not isinstance(model, Network):
         raise InputError(f"Models of the zoo are planned for many ranks. Received: {type(model).__name__}.")
     held = count_rank_bytes(model, division, optimizer)
     with _divide(model, batch, division, precision, mesh, accumulate) as (divided, mode):
@@ -106,7 +106,7 @@ def plan_ranks(
 
 
 def count_rank_peak(
-    model: Model,
+    model: Network,
     batch: Any,
     modes: Sequence[Mode],
     division: Division,
@@ -141,8 +141,8 @@ def _count_update(held: RankBytes, division: Division) -> int:
 
 @contextmanager
 def _divide(
-    model: Model, batch: Any, division: Division, precision: Precision, mesh: DeviceMesh | None, accumulate: bool
-) -> Iterator[tuple[Model, RankMode | None]]:
+    model: Network, batch: Any, division: Division, precision: Precision, mesh: DeviceMesh | None, accumulate: bool
+) -> Iterator[tuple[Network, RankMode | None]]:
     """Yield what a rank trains, and what notes its collectives; None where nothing is divided."""
     divided = divide_copy(model, division, precision=precision, mesh=mesh)
     adds_up = accumulate and not (division.offload and division.copies == 1)  # what nodes will exchange stays on the device
