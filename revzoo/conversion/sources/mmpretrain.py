@@ -11,7 +11,6 @@ from dataclasses import replace
 from math import isqrt
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from revzoo.conversion.mapping import TensorMapping, rename
@@ -82,17 +81,9 @@ class MMPretrain(PublishedSource):
     def map_tensor(self, ours: str, theirs: str, tensor: Tensor) -> TensorMapping:
         """Return the mapping of one tensor; drops the class token's position embedding (all ones in the published files)."""
         if theirs == _POSITIONS:
-            return TensorMapping((ours,), (theirs,), "reshaped", _drop_first_row, _prepend_ones)
+            return TensorMapping((ours,), (theirs,), "shortened")
         return rename(ours, theirs)
 
 
 def _is_square(number: int) -> bool:
     return number > 0 and isqrt(number) ** 2 == number
-
-
-def _drop_first_row(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensors[0][:, 1:]]
-
-
-def _prepend_ones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.cat((torch.ones_like(tensors[0][:, :1]), tensors[0]), 1)]

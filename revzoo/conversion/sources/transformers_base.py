@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from revzoo.conversion.choice import CouplingChoice
-from revzoo.conversion.mapping import TensorMapping, rename, rename_module, set_aside, tie
+from revzoo.conversion.mapping import TensorMapping, rename, rename_module
 from revzoo.conversion.sources.base import IN_PLACE, Source, Tensors, find_mlp_ratio
 from revzoo.errors import ConversionError, did_you_mean, join_names
 
@@ -210,8 +210,10 @@ class TransformersEncoder(Source):
         at = "" if task == "Model" else f"{self.prefix}."
         for table in _TABLES if config["type_vocab_size"] else _TABLES[:2]:
             key = f"{at}embeddings.{table}.weight"
-            copies = [f"{self.lm_decoder}.weight"] if table == _TABLES[0] and self._scores_ids(task) else []
-            yield tie(f"stem.{table}.weight", [key, *copies]) if copies else rename(f"stem.{table}.weight", key)
+            if table == _TABLES[0] and self._scores_ids(task):
+                yield TensorMapping((f"stem.{table}.weight",), (key, f"{self.lm_decoder}.weight"), "tied")
+            else:
+                yield rename(f"stem.{table}.weight", key)
         yield from rename_module("stem.LayerNorm", f"{at}embeddings.LayerNorm")
         if config["embedding_size"] != config["hidden_size"]:
             yield from rename_module("stem.embeddings_project", f"{at}embeddings_project")
@@ -226,8 +228,9 @@ class TransformersEncoder(Source):
             elif theirs == f"{self.lm_decoder}.bias":
                 yield rename(ours, theirs)
             else:
-                yield tie(ours, [theirs, f"{self.lm_decoder}.bias"])
-        yield from (set_aside(f"{module}.{name}") for module in self.unused.get(task, ()) for name in ("weight", "bias"))
+                yield TensorMapping((ours,), (theirs, f"{self.lm_decoder}.bias"), "tied")
+        for module in self.unused.get(task, ()):
+            yield from (TensorMapping((), (f"{module}.{name}",), "unused") for name in ("weight", "bias"))
 
     def _scores_ids(self, task: Task) -> bool:
         """Return whether the head of a task scores the ids of the vocabulary, with the table of embeddings."""
@@ -291,8 +294,6 @@ class TransformersEncoder(Source):
 
     def _resolve(self, description: Config) -> tuple[dict[str, Any], Task]:
         """Return the configuration under BERT's names, with all defaults, and the task of its class; or raise an error."""
-        if not self.handles(description):
-            raise self._make_error("model_type", description.get("model_type"), join_names(sorted(self.classes)))
         if absent := [self._name(key) for key in _SIZES if not isinstance(self._read(description, key), int)]:
             raise self._make_error(join_names(absent), "none", "integers in the configuration")
         config = {key: self._read(description, key) for key in (*_SIZES, *_DEFAULTS)}

@@ -6,7 +6,7 @@ from torch import nn
 
 import revzoo
 from revzoo.errors import ConversionError, InputError, UnknownNameError
-from tests.conversion.test_reversible_split import SPLIT, Toy, X, is_untouched
+from tests.in_place.test_reversible_split import SPLIT, Toy, X, is_untouched
 
 
 @pytest.fixture

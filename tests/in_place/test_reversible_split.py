@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import revzoo
+from revzoo.block_steps.conventions import get_state
 from revzoo.errors import ConversionError
-from revzoo.in_place.conventions import get_state
 from revzoo.runtime import LiveBytes
-from tests.conversion.conftest import IDS, TEXT, assert_equal
-from tests.conversion.test_reversible_networks import NETWORKS, compute_gradients
+from tests.in_place.networks import IDS, TEXT, assert_equal
+from tests.in_place.test_reversible_networks import NETWORKS, compute_gradients
 
 SPLIT = ("attention", "mlp")
 SIZES = {

@@ -1,7 +1,7 @@
 """Make a network reversible where it stands: its blocks become the steps of a chain, and it stays what it is.
 
 Class, parameters, state-dict keys and configuration are those of the network; only the `forward` of each block is another one
-(`in_place/chain.py`).
+(`block_steps/chain.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,21 +12,20 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from revzoo.block_steps.branch import BranchStep
+from revzoo.block_steps.chain import BlockChain, BlockStep, get_step
 from revzoo.bounds import MOST_KEPT_BITS
-from revzoo.conversion.block_lists import choose_lists
-from revzoo.conversion.similarity import (
+from revzoo.errors import InputError, UnknownNameError, join_names
+from revzoo.in_place.block_lists import choose_lists
+from revzoo.in_place.similarity import (
     FRACTION_BITS,
     USUAL_FRACTION_BITS,
-    BlockSurvey,
     Similarity,
     measure_similarity,
     run_network,
     survey_blocks,
 )
-from revzoo.conversion.split import Branches, Split, find_branches
-from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
-from revzoo.in_place.branch import BranchStep
-from revzoo.in_place.chain import BlockChain, BlockStep, get_step
+from revzoo.in_place.split import Branches, Split, find_branches
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
 from revzoo.runtime.inventory import Pattern, check_patterns
 from revzoo.runtime.observation import observe_calls
@@ -141,10 +140,8 @@ def reversible_(
     _require_numbers(coupling, kept_bits, fraction_bits)
     if split is not None:
         _require_split(split, batch)
-    surveys = {} if batch is None else survey_blocks(model, chosen, batch)
-    _require_residual_maps(surveys)
+    surveys, before = ({}, None) if batch is None else survey_blocks(model, chosen, batch)
     branches = {} if split is None else find_branches(model, chosen, split, batch)
-    before = None if batch is None else run_network(model, batch)
     chains, steps = list[BlockChain](), list[BlockStep]()
     for path, blocks in chosen.items():
         digits = surveys[path].fraction_bits if fraction_bits is None and path in surveys else fraction_bits
@@ -248,17 +245,6 @@ def _require_split(split: Any, batch: Any) -> None:
             "split runs the branches of a block one by one, and needs a batch to check them against the block. Received: none. "
             f"Give one: reversible_(model, batch=batch, split={split!r})."
         )
-
-
-def _require_residual_maps(surveys: dict[str, BlockSurvey]) -> None:
-    for survey in surveys.values():
-        for name, share in survey.shares.items():
-            if share.is_missing:
-                raise ConversionError(
-                    f"{name} is no residual map: it returns {share.factor:.2f} times its input, and a rest unrelated "
-                    "to it. A chain adds 2^-kept_bits of the input to what the block returns, and the next block would not "
-                    "understand the sum. Name another list."
-                )
 
 
 @contextmanager

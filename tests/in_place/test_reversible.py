@@ -11,7 +11,7 @@ from torch import nn
 import revzoo
 from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import InputError, RecoveryError
-from tests.conversion.conftest import NETWORKS, TEXT, Tanh, Toy, X, assert_equal, compute_loss, gpt2, train_step
+from tests.in_place.networks import NETWORKS, TEXT, Tanh, Toy, X, assert_equal, compute_loss, gpt2, train_step
 
 
 @pytest.fixture(params=NETWORKS)

@@ -4,7 +4,7 @@ import timm
 import torch
 
 import revzoo
-from tests.conversion.conftest import IDS, NETWORKS, TEXT, Toy, X, assert_equal, gpt2, llama, vit
+from tests.in_place.networks import IDS, NETWORKS, TEXT, Toy, X, assert_equal, gpt2, llama, vit
 
 
 def test_user_loops_see_the_blocks_and_the_same_function():

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import revzoo
-from revzoo.conversion.similarity import Share
 from revzoo.errors import ConversionError, InputError, UnknownNameError
-from tests.conversion.conftest import TEXT, Tanh, Toy, X, llama, switch_checkpointing
+from revzoo.in_place.similarity import Share
+from tests.in_place.networks import TEXT, Tanh, Toy, X, llama, switch_checkpointing
 
 
 def widen(m, x):

@@ -9,7 +9,7 @@ import torch
 import revzoo
 from revzoo.analysis.step_memory import measure_modes
 from revzoo.runtime import LiveBytes
-from tests.conversion.conftest import NETWORKS, TEXT, Tanh, Toy, X, count_bytes, llama, switch_checkpointing
+from tests.in_place.networks import NETWORKS, TEXT, Tanh, Toy, X, count_bytes, llama, switch_checkpointing
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

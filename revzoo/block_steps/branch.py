@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from revzoo.in_place.chain import Arguments, BlockChain, BlockOutput, BlockStep
-from revzoo.in_place.conventions import find_state, get_state, put_state
-from revzoo.in_place.silenced import Branch, find_silent, remove_switches, silence
+from revzoo.block_steps.chain import Arguments, BlockChain, BlockOutput, BlockStep
+from revzoo.block_steps.conventions import find_state, get_state, put_state
+from revzoo.block_steps.silenced import Branch, find_silent, remove_switches, silence
 from revzoo.runtime.nested import map_tensors, tensors_in
 
 

@@ -1,8 +1,8 @@
 """Let an ordinary network keep the output of BatchNorm and activation alone, in place of both inputs.
 
 Which BatchNorms can do so is found by what happens in a forward of the network: every one is made foldable
-(`foldable_norm.py`), one training step is run on a batch, and its graph tells which of them were folded. The others become what
-they were.
+(`inplace_abn/foldable_norm.py`), one training step is run on a batch, and its graph tells which of them were folded. The
+others become what they were.
 """
 
 from collections.abc import Iterable
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revzoo.analysis.dry_run import call, in_mode, isolated, linear_loss, require_module, select_differentiable
-from revzoo.conversion.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, read_fold_inputs
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
 from revzoo.host_copy import has_value
+from revzoo.inplace_abn.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, read_fold_inputs
 from revzoo.inplace_abn.function import InPlaceABNFunction
 from revzoo.model.network import Model
 from revzoo.runtime.compiling import is_compiled

@@ -22,9 +22,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from revzoo.dtype import HALF
-from revzoo.errors import InputError, ScheduleError
-from revzoo.in_place.conventions import (
+from revzoo.block_steps.conventions import (
     find_state,
     get_state,
     is_cache,
@@ -33,7 +31,9 @@ from revzoo.in_place.conventions import (
     put_state,
     replace_state,
 )
-from revzoo.in_place.position import Position, find_position, is_noted, note_position
+from revzoo.block_steps.position import Position, find_position, is_noted, note_position
+from revzoo.dtype import HALF
+from revzoo.errors import InputError, ScheduleError
 from revzoo.runtime.chain_link import run_link
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair

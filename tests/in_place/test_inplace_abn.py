@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import revzoo
-from revzoo.conversion.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, NormalisedTensor
 from revzoo.errors import InputError, RecoveryError
+from revzoo.inplace_abn.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, NormalisedTensor
 
 
 class Block(nn.Module):

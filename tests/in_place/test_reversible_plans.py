@@ -12,7 +12,7 @@ from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import assign_schedule, list_units
 from revzoo.planning.solvers.schedule import peak
 from revzoo.planning.solvers.timeline import minimize_peak
-from tests.conversion.conftest import NETWORKS, TEXT, Tanh, Toy, assert_equal, llama, train_step
+from tests.in_place.networks import NETWORKS, TEXT, Tanh, Toy, assert_equal, llama, train_step
 
 X = torch.linspace(-1, 1, 384).view(64, 6).sin()
 WEIGHTS_OF_A_BLOCK = 124  # gradients of two blocks may be there at once: what a schedule takes besides its prediction

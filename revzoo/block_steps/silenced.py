@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from revzoo.block_steps.conventions import replace_state
 from revzoo.errors import InputError
-from revzoo.in_place.conventions import replace_state
 from revzoo.runtime.ownership import ModuleReference
 
 
