@@ -40,38 +40,27 @@ CONFIGS = {
 SOURCES = dict.fromkeys(("Roberta", "XLMRoberta", "Camembert"), ROBERTA) | {
     "Bert": BERT, "Electra": ELECTRA, "DistilBert": DISTILBERT,
 }  # fmt: skip
-CASES = [
-    ("BertModel", {}),
+CASES = [  # every task of BERT, and what is another one in its kin
     ("BertModel", {"add_pooling_layer": False}),
     ("BertForSequenceClassification", {"num_labels": 3, "hidden_act": "relu"}),
     ("BertForMaskedLM", {"hidden_act": "silu"}),
     ("BertForPreTraining", {}),
-    ("RobertaModel", {}),
-    ("RobertaModel", {"add_pooling_layer": False}),
-    ("RobertaForSequenceClassification", {"hidden_act": "gelu"}),
-    ("RobertaForMaskedLM", {"hidden_act": "relu", "pad_token_id": 3}),
-    ("XLMRobertaModel", {}),
-    ("XLMRobertaForSequenceClassification", {"num_labels": 1}),
-    ("XLMRobertaForMaskedLM", {"intermediate_size": 47}),
     ("BertForTokenClassification", {"num_labels": 5, "hidden_act": "gelu_new"}),
     ("BertForQuestionAnswering", {}),
+    ("RobertaModel", {}),
+    ("RobertaForMaskedLM", {"hidden_act": "relu", "pad_token_id": 3}),
+    ("RobertaForSequenceClassification", {}),
     ("RobertaForTokenClassification", {"num_labels": 3, "hidden_act": "gelu_pytorch_tanh"}),
-    ("RobertaForQuestionAnswering", {}),
-    ("CamembertModel", {}),
+    ("XLMRobertaForSequenceClassification", {"num_labels": 1, "intermediate_size": 47}),
     ("CamembertForMaskedLM", {"hidden_act": "gelu_fast"}),
-    ("CamembertForSequenceClassification", {"num_labels": 3}),
-    ("ElectraModel", {}),
     ("ElectraModel", {"embedding_size": 12}),
     ("ElectraForPreTraining", {"hidden_act": "relu"}),
     ("ElectraForMaskedLM", {}),
     ("ElectraForSequenceClassification", {"num_labels": 3}),
     ("ElectraForTokenClassification", {}),
-    ("ElectraForQuestionAnswering", {"hidden_act": "gelu_new"}),
-    ("DistilBertModel", {}),
     ("DistilBertModel", {"sinusoidal_pos_embds": True, "activation": "gelu_new"}),
     ("DistilBertForMaskedLM", {"activation": "relu"}),
     ("DistilBertForSequenceClassification", {"num_labels": 3}),
-    ("DistilBertForTokenClassification", {"num_labels": 3}),
     ("DistilBertForQuestionAnswering", {}),
 ]
 IDS = ["-".join([name, *(f"{key}={value}" for key, value in options.items())]) for name, options in CASES]
@@ -143,39 +132,35 @@ def distance(outputs: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 @torch.no_grad()
-def test_a_faithful_coupling_gives_the_originals_outputs(name, options, tmp_path):
+def test_a_faithful_coupling_gives_the_originals_outputs_and_the_weights_come_back(name, options, tmp_path):
     network, facts, source = original(name, options)
-    tensors, _ = source.canonicalise(facts, network.state_dict())
+    tensors = network.state_dict()
     model = convert_by_hand(source, facts, tensors, FAITHFUL, tmp_path)
     ids, mask = batch(facts["pad_token_id"])
-    expected = output(network, ids, mask)
-    outputs = model(ids, mask)
+    expected, outputs = output(network, ids, mask), model(ids, mask)
     assert outputs.shape == expected.shape
     assert outputs.shape[-1] == model.num_outputs
     assert distance(outputs, expected) <= 1e-5
     assert distance(expected[:1], expected[1:2]) > 1e-2, "the texts differ"
     assert torch.equal(model(ids), outputs), "the mask is derived from the ids"
-    assert distance(model(ids[:1]), output(network, ids[:1], mask[:1])) <= 1e-5
     longest = torch.randint(4, 50, (1, model.spec.input.length))
     assert distance(model(longest), output(network, longest, longest > 0)) <= 1e-5
-
-
-@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
-def test_weights_come_back_bit_for_bit(name, options):
-    network, facts, source = original(name, options)
-    tensors = network.state_dict()
     back, unused = {}, []
     for mapping in source.map_tensors(facts):
         ours = mapping.to_ours([tensors[key] for key in mapping.theirs])
         back |= zip(mapping.theirs, mapping.to_theirs(list(ours)), strict=bool(mapping.ours))
         unused += () if mapping.ours else mapping.theirs
-    assert unused == (
-        ["bert.pooler.dense.weight", "bert.pooler.dense.bias", "cls.seq_relationship.weight", "cls.seq_relationship.bias"]
-        if name == "BertForPreTraining"
-        else []
-    )
+    assert unused == (PRETRAINING if name == "BertForPreTraining" else [])
     assert sorted([*back, *unused]) == sorted(tensors)
     assert all(torch.equal(back[key], tensors[key]) for key in back)
+    completed = source.complete(facts | {"architectures": None}, tensors)
+    assert completed["architectures"] == [name], "inferred from the keys"
+    assert [other for other in (BERT, ROBERTA, ELECTRA, DISTILBERT) if other.handles(completed)] == [source]
+    assert source.recognises(tensors)
+    assert not source.recognises({"blocks.0.attn.qkv.weight": torch.ones(1)})
+
+
+PRETRAINING = [f"{layer}.{name}" for layer in ("bert.pooler.dense", "cls.seq_relationship") for name in ("weight", "bias")]
 
 
 @pytest.mark.parametrize(
@@ -228,28 +213,9 @@ def test_all_couplings_have_the_same_tensors_and_another_function(tmp_path):
     assert kept.coupling.a == -kept.coupling.b
 
 
-@pytest.mark.parametrize("name", ["BertModel", "BertForMaskedLM", "RobertaForSequenceClassification"])
-def test_the_default_start_is_close_and_its_gradients_are_those_of_stored_states(name, tmp_path):
-    network, facts, source = original(name, {})
-    model = convert_by_hand(source, facts, network.state_dict(), CouplingChoice(), tmp_path)
-    model.exact = True
-    ids, mask = batch(facts["pad_token_id"])
-    gradients = {}
-    for schedule in ("store", "invert"):
-        model.schedule = schedule
-        model.zero_grad()
-        outputs = model(ids, mask)
-        outputs.square().sum().backward()
-        gradients[schedule] = {key: p.grad for key, p in model.named_parameters()}
-    assert distance(outputs.detach(), output(network, ids, mask).detach()) < 0.05
-    assert all(torch.equal(gradients["invert"][key], grad) for key, grad in gradients["store"].items())
-
-
 GOLDEN_NAMES = [
-    "BertForPreTraining", "BertForTokenClassification", "BertModel",
-    "RobertaForMaskedLM", "RobertaForQuestionAnswering", "RobertaForSequenceClassification", "CamembertForMaskedLM",
-    "ElectraForMaskedLM", "ElectraForPreTraining", "ElectraForSequenceClassification",
-    "DistilBertForMaskedLM", "DistilBertForQuestionAnswering", "DistilBertForSequenceClassification",
+    "BertForPreTraining", "BertForTokenClassification", "BertModel", "RobertaForMaskedLM", "RobertaForSequenceClassification",
+    "ElectraForMaskedLM", "ElectraForPreTraining", "DistilBertForMaskedLM", "DistilBertForSequenceClassification",
 ]  # fmt: skip
 
 
@@ -329,18 +295,6 @@ def test_files_of_other_versions_and_other_models_are_understood():
     assert sorted(source.canonicalise(facts, prefixed)[0]) == sorted(plain.state_dict())
 
 
-@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
-def test_a_class_that_no_configuration_names_is_inferred_from_the_keys(name, options):
-    network, facts, source = original(name, options)
-    completed = source.complete(facts | {"architectures": None}, network.state_dict())
-    assert completed["architectures"] == [name]
-    assert source.handles(completed)
-    assert [other for other in (BERT, ROBERTA, ELECTRA, DISTILBERT) if other.handles(completed)] == [source]
-    assert not source.handles(network)
-    assert source.recognises(network.state_dict())
-    assert not source.recognises({"blocks.0.attn.qkv.weight": torch.ones(1)})
-
-
 def test_labels_are_counted_where_they_are_written():
     _, facts, source = original("BertForSequenceClassification", {})
     silent = {key: value for key, value in facts.items() if key not in ("num_labels", "id2label", "label2id")}
@@ -366,10 +320,8 @@ def test_notes_say_what_is_left_out():
 @pytest.mark.parametrize(
     ("source", "change", "message"),
     [
-        (BERT, {"model_type": "electra"}, r"model_type .* Received: 'electra'\. Allowed: bert\. .* revzoo\.reversible_"),
         (BERT, {"architectures": ["BertLMHeadModel"]}, r"architectures cannot .* 'BertLMHeadModel'\. .*Did you mean"),
         (DISTILBERT, {"activation": "mish"}, r"activation cannot .*'mish'"),
-        (ROBERTA, {"architectures": ["BertModel"]}, r"Received: 'BertModel'.*Did you mean 'RobertaModel'"),
         (BERT, {"is_decoder": True}, r"is_decoder cannot be converted\. Received: True\. Allowed: False\."),
         (BERT, {"position_embedding_type": "relative_key"}, r"position_embedding_type .*'relative_key'\. Allowed: 'absolute'"),
         (BERT, {"hidden_act": "gelu_10"}, r"hidden_act .*'gelu_10'\. Allowed: gelu, .* Did you mean 'gelu"),
