@@ -100,11 +100,6 @@ def draw(shapes):
     return tensors
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def affine(w, name, x):
     return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
@@ -193,25 +188,6 @@ def mmpretrain(w, images):
     return affine(w, "head.fc", normalise(w, "backbone.ln1", torch.cat((first, second), -1)).mean(1))
 
 
-def convert_by_hand(source, original, tensors, folder):
-    (folder / "converted.yaml").write_text(yaml.safe_dump({"name": "converted", **source.make_spec(original, ADDITIVE)}))
-    model = revzoo.build(revzoo.load_spec(folder / "converted.yaml")).eval()
-    ours = {}
-    for mapping in source.map_tensors(original):
-        made = mapping.to_ours([tensors[key] for key in mapping.theirs])
-        assert not ours.keys() & set(mapping.ours)
-        ours |= zip(mapping.ours, made, strict=True)
-    model.load_state_dict(ours)
-    return model
-
-
-def convert_back(source, original, model):
-    own, tensors = model.state_dict(), {}
-    for mapping in source.map_tensors(original):
-        tensors |= zip(mapping.theirs, mapping.to_theirs([own[key] for key in mapping.ours]), strict=True)
-    return tensors
-
-
 def variant(folder, fuse, v2):
     """Write a small Rev-MViT with another transition, or MViTv2's attention, next to the zoo's own; return its file."""
     extra = V2 if v2 else {}
@@ -238,32 +214,29 @@ def variant(folder, fuse, v2):
     ("fuse", "v2"), [(None, False), ("mlp", False), ("concat", False), ("mean", False), ("mlp", True), ("mean", True)]
 )
 @torch.no_grad()
-def test_pyslowfasts_networks_keep_their_function(fuse, v2, tmp_path):
+def test_pyslowfasts_networks_keep_their_function(fuse, v2, tmp_path, make_converter):
     source, images = PySlowFast(), torch.randn(3, 1, 8, 8)
+    converter = make_converter(source)
     layers, patch = (VIT, 2) if fuse is None else (mvit(fuse, v2), 3)
     original = "rev_vit_digits" if fuse is None else variant(tmp_path, fuse, v2)
     weights = draw(slowfast_shapes(layers, patch, 16 if fuse is None else 64))
-    model = convert_by_hand(source, original, weights, tmp_path)
+    model = converter.convert(original, weights, ADDITIVE)
     check(model(images), slowfast(weights, layers, images, patch))
-    back = convert_back(source, original, model)
-    assert back.keys() == weights.keys()
-    assert all(torch.equal(back[key], tensor) for key, tensor in weights.items())
+    converter.check_way_back(original, model, weights)
     assert source.recognises(weights)
     assert source.complete(original, weights) == PublishedNetwork(revzoo.load_spec(original))
     assert not MMPretrain().recognises(weights)
 
 
 @torch.no_grad()
-def test_mmpretrains_network_keeps_its_function(tmp_path):
+def test_mmpretrains_network_keeps_its_function(make_converter):
     source, images, weights = MMPretrain(), torch.randn(3, 1, 8, 8), draw(mm_shapes())
+    converter = make_converter(source)
     weights["backbone.pos_embed"][:, 0] = 1  # as in the published files
-    model = convert_by_hand(source, "rev_vit_digits", weights, tmp_path)
+    model = converter.convert("rev_vit_digits", weights, ADDITIVE)
     check(model(images), mmpretrain(weights, images))
-    back = convert_back(source, "rev_vit_digits", model)
-    assert weights.keys() - back.keys() == {"backbone.cls_token"}
-    assert source.ignores("backbone.cls_token")
-    assert not source.ignores("backbone.pos_embed")
-    assert all(torch.equal(weights[key], tensor) for key, tensor in back.items())
+    converter.check_way_back("rev_vit_digits", model, weights)
+    assert [key for key in weights if source.ignores(key)] == ["backbone.cls_token"]
     assert source.recognises(weights)
     note = "The first row of positions is dropped: it belongs to the class token, which reaches no layer."
     completed = PublishedNetwork(revzoo.load_spec("rev_vit_digits"), (note,))
@@ -279,7 +252,7 @@ def test_an_exported_file_has_ones_for_the_class_tokens_position(tmp_path):
     torch.save(weights, tmp_path / "w.pth")
     report = revzoo.convert("rev_vit_digits", tmp_path / "w.pth", out=tmp_path / "rev")
     assert report.expect == "The published network: the same function with other keys."
-    assert report.counts == {"renamed": len(weights) - 2, "reshaped": 1, "dropped": 1}
+    assert report.counts == {"renamed": len(weights) - 2, "shortened": 1, "dropped": 1}
     revzoo.export(tmp_path / "rev", tmp_path / "back.safetensors")
     back = load_file(tmp_path / "back.safetensors")
     assert weights.keys() - back.keys() == {"backbone.cls_token"}
@@ -296,12 +269,9 @@ def check(outputs: Tensor, expected: Tensor) -> None:
     ("source", "name", "parameters"),
     [
         (PySlowFast(), "rev_vit_s", 22_434_664),
-        pytest.param(PySlowFast(), "rev_vit_b", 87_335_656, marks=pytest.mark.slow),
         (PySlowFast(), "rev_mvit_b", 39_689_320),
         pytest.param(PySlowFast(), "rev_mvit_b_mean", 35_814_568, marks=pytest.mark.slow),
-        pytest.param(PySlowFast(), "rev_mvit_t", 28_817_608, marks=pytest.mark.slow),
         (MMPretrain(), "rev_vit_s", 22_435_432 - 384),
-        pytest.param(MMPretrain(), "rev_vit_b", 87_337_192 - 768, marks=pytest.mark.slow),
     ],
 )
 def test_published_sizes_have_the_published_numbers_of_parameters(source, name, parameters):
@@ -322,27 +292,8 @@ def test_published_sizes_have_the_published_numbers_of_parameters(source, name, 
 @pytest.mark.parametrize(
     ("source", "name"), [(PySlowFast(), "rev_vit_s"), (PySlowFast(), "rev_mvit_b"), (MMPretrain(), "rev_vit_s")]
 )
-def test_keys_are_golden(source, name):
-    rows = [f"{' + '.join(e.theirs)} -> {' + '.join(e.ours)} ({e.transform})" for e in source.map_tensors(name)]
-    file = GOLDEN / f"{type(source).__name__.lower()}_{name}.txt"
-    assert rows == file.read_text().splitlines()
-
-
-def test_a_fused_qkv_is_split_and_a_missing_prefix_is_written():
-    weights = draw(slowfast_shapes(VIT, 2, 16))
-    fused = dict(weights)
-    for key in [key for key in weights if ".attn.q." in key]:
-        fused[key.replace(".q.", ".qkv.")] = torch.cat([fused.pop(key.replace(".q.", f".{name}.")) for name in "qkv"])
-    split, notes = PySlowFast().canonicalise("rev_vit_digits", fused)
-    assert notes == ["12 tensors with queries, keys and values together (SEPARATE_QKV off) were split."]
-    assert PySlowFast().canonicalise("rev_vit_digits", weights) == (weights, [])
-    assert split.keys() == weights.keys()
-    assert all(torch.equal(split[key], tensor) for key, tensor in weights.items())
-    weights = draw(mm_shapes())
-    bare = {key.removeprefix("backbone."): tensor for key, tensor in weights.items()}
-    assert MMPretrain().recognises(bare)
-    assert MMPretrain().canonicalise("rev_vit_digits", bare)[0].keys() == weights.keys()
-    assert MMPretrain().canonicalise("rev_vit_digits", weights)[0].keys() == weights.keys()
+def test_keys_are_golden(source, name, make_converter):
+    make_converter(source).check_keys(name, f"{type(source).__name__.lower()}_{name}")
 
 
 def test_positions_of_another_grid_are_interpolated():
@@ -372,10 +323,6 @@ def test_names_that_fit_and_those_that_do_not():
 
 
 def test_what_would_not_be_the_published_network_is_refused(tmp_path):
-    with pytest.raises(ConversionError, match=r"Received: coupling='momentum'\. Use coupling='additive'"):
-        PySlowFast().make_spec("rev_vit_b", CouplingChoice())
-    with pytest.raises(ConversionError, match=r"has networks of rev_vit\. Received: rev_mvit_b of rev_mvit"):
-        MMPretrain().map_tensors("rev_mvit_b")
     (tmp_path / "mean.yaml").write_text(yaml.safe_dump({"name": "mean", "base": "rev_vit_digits", "fuse": {"type": "mean"}}))
     with pytest.raises(ConversionError, match=r"whose fuse is concat\. Received: mean, whose fuse is mean"):
         PySlowFast().map_tensors(tmp_path / "mean.yaml")

@@ -1,7 +1,5 @@
 """BERT and its kin of Transformers: tiny random originals, converted, give equal logits, and their weights come back."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
@@ -15,9 +13,8 @@ from revzoo.conversion.sources.transformers_bert import BERT, ROBERTA
 from revzoo.conversion.sources.transformers_distilbert import DISTILBERT
 from revzoo.conversion.sources.transformers_electra import ELECTRA
 from revzoo.errors import ConversionError, InputError
+from tests.conversion.conftest import FAITHFUL, measure_distance
 
-GOLDEN = Path(__file__).parent / "golden"
-FAITHFUL = CouplingChoice("momentum", kept_bits=None, b=0.0)
 SIZES = {
     "vocab_size": 50,
     "hidden_size": 12,
@@ -66,11 +63,6 @@ CASES = [  # every task of BERT, and what is another one in its kin
 IDS = ["-".join([name, *(f"{key}={value}" for key, value in options.items())]) for name, options in CASES]
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def original(name: str, options: dict) -> tuple[nn.Module, dict, TransformersEncoder]:
     """Return a network of Transformers whose parameters are all random, its configuration and its source."""
     options = dict(options)
@@ -84,27 +76,6 @@ def original(name: str, options: dict) -> tuple[nn.Module, dict, TransformersEnc
         nn.init.normal_(p, mean=float(key.lower().endswith(("layernorm.weight", "layer_norm.weight"))), std=0.3)
     facts = network.config.to_dict() | {"architectures": [name]}
     return network, SOURCES[stem].complete(facts, network.state_dict()), SOURCES[stem]
-
-
-def convert_by_hand(source, facts: dict, tensors: dict[str, Tensor], choice: CouplingChoice, folder: Path) -> revzoo.Model:
-    file = folder / "spec.yaml"
-    file.write_text(yaml.safe_dump({"name": "converted", **source.make_spec(facts, choice)}))
-    model = revzoo.build(revzoo.load_spec(file)).eval()
-    left = model.load_state_dict(to_ours(source.map_tensors(facts), tensors), strict=False)
-    assert left.unexpected_keys == []
-    assert left.missing_keys == [key for key in ("head.weight",) if key in model.state_dict()]  # the table of embeddings
-    model.schedule = "store"
-    return model
-
-
-def to_ours(mappings, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    ours = {}
-    for mapping in mappings:
-        made = mapping.to_ours([tensors[key] for key in mapping.theirs])
-        for key, tensor in zip(mapping.ours, made, strict=True):
-            assert key not in ours
-            ours[key] = tensor
-    return ours
 
 
 def batch(padding: int) -> tuple[Tensor, Tensor]:
@@ -126,33 +97,22 @@ def output(network: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     raise AssertionError(outputs.keys())
 
 
-def distance(outputs: Tensor, expected: Tensor) -> float:
-    return float((outputs - expected).abs().max() / expected.abs().max())
-
-
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 @torch.no_grad()
-def test_a_faithful_coupling_gives_the_originals_outputs_and_the_weights_come_back(name, options, tmp_path):
+def test_a_faithful_coupling_gives_the_originals_outputs_and_the_weights_come_back(name, options, make_converter):
     network, facts, source = original(name, options)
     tensors = network.state_dict()
-    model = convert_by_hand(source, facts, tensors, FAITHFUL, tmp_path)
+    converter = make_converter(source)
+    model = converter.convert(facts, tensors)
     ids, mask = batch(facts["pad_token_id"])
     expected, outputs = output(network, ids, mask), model(ids, mask)
-    assert outputs.shape == expected.shape
     assert outputs.shape[-1] == model.num_outputs
-    assert distance(outputs, expected) <= 1e-5
-    assert distance(expected[:1], expected[1:2]) > 1e-2, "the texts differ"
+    assert measure_distance(outputs, expected) <= 1e-5
+    assert measure_distance(expected[:1], expected[1:2]) > 1e-2, "the texts differ"
     assert torch.equal(model(ids), outputs), "the mask is derived from the ids"
     longest = torch.randint(4, 50, (1, model.spec.input.length))
-    assert distance(model(longest), output(network, longest, longest > 0)) <= 1e-5
-    back, unused = {}, []
-    for mapping in source.map_tensors(facts):
-        ours = mapping.to_ours([tensors[key] for key in mapping.theirs])
-        back |= zip(mapping.theirs, mapping.to_theirs(list(ours)), strict=bool(mapping.ours))
-        unused += () if mapping.ours else mapping.theirs
-    assert unused == (PRETRAINING if name == "BertForPreTraining" else [])
-    assert sorted([*back, *unused]) == sorted(tensors)
-    assert all(torch.equal(back[key], tensors[key]) for key in back)
+    assert measure_distance(model(longest), output(network, longest, longest > 0)) <= 1e-5
+    converter.check_way_back(facts, model, tensors, PRETRAINING if name == "BertForPreTraining" else ())
     completed = source.complete(facts | {"architectures": None}, tensors)
     assert completed["architectures"] == [name], "inferred from the keys"
     assert [other for other in (BERT, ROBERTA, ELECTRA, DISTILBERT) if other.handles(completed)] == [source]
@@ -174,17 +134,17 @@ PRETRAINING = [f"{layer}.{name}" for layer in ("bert.pooler.dense", "cls.seq_rel
     ],
 )
 @torch.no_grad()
-def test_dropout_is_where_the_original_has_it(name, tmp_path):
+def test_dropout_is_where_the_original_has_it(name, make_converter):
     """In training mode, with the same random numbers, the steps in a row are the original."""
     network, facts, source = original(name, {"attn_implementation": "sdpa", "num_labels": 2})
-    model = convert_by_hand(source, facts, network.state_dict(), FAITHFUL, tmp_path).train()
+    model = make_converter(source).convert(facts, network.state_dict()).train()
     ids, mask = batch(0)
     results = []
     for run in (lambda: output(network.train(), ids, mask), lambda: model.head(run_steps(model, ids, mask), mask)):
         torch.manual_seed(1)
         results.append(run())
-    assert distance(results[1], results[0]) <= 1e-5
-    assert distance(results[0], output(network.eval(), ids, mask)) > 1e-2
+    assert measure_distance(results[1], results[0]) <= 1e-5
+    assert measure_distance(results[0], output(network.eval(), ids, mask)) > 1e-2
 
 
 def run_steps(model: revzoo.Model, ids: Tensor, mask: Tensor) -> Tensor:
@@ -195,22 +155,17 @@ def run_steps(model: revzoo.Model, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def test_all_couplings_have_the_same_tensors_and_another_function(tmp_path):
+def test_all_couplings_have_the_same_tensors_and_another_function(make_converter):
     network, facts, source = original("BertForSequenceClassification", {})
-    ids, mask = batch(0)
-    faithful = convert_by_hand(source, facts, network.state_dict(), FAITHFUL, tmp_path)
-    additive = convert_by_hand(source, facts, network.state_dict(), CouplingChoice("additive"), tmp_path)
-    for key, tensor in faithful.state_dict().items():
-        assert torch.equal(additive.state_dict()[key], tensor)
-    assert distance(additive(ids, mask), faithful(ids, mask)) > 1e-3
-    assert additive.spec.fuse.type == "mean"
-    dual = convert_by_hand(
-        source, facts, network.state_dict(), CouplingChoice("dual_residual", kept_bits=None, b=0.0), tmp_path
+    converter, tensors, (ids, mask) = make_converter(source), network.state_dict(), batch(0)
+    faithful, additive, dual, kept = (
+        converter.convert(facts, tensors, choice)
+        for choice in (FAITHFUL, CouplingChoice("additive"), CouplingChoice("dual_residual", None, 0.0), CouplingChoice())
     )
+    assert measure_distance(additive(ids, mask), faithful(ids, mask)) > 1e-3
+    assert additive.spec.fuse.type == "mean"
     assert torch.equal(dual(ids, mask), faithful(ids, mask))
-    kept = convert_by_hand(source, facts, network.state_dict(), CouplingChoice(), tmp_path)
-    assert kept.coupling.kept_bits == 8
-    assert kept.coupling.a == -kept.coupling.b
+    assert (kept.coupling.kept_bits, kept.coupling.a) == (8, -kept.coupling.b)
 
 
 GOLDEN_NAMES = [
@@ -220,10 +175,9 @@ GOLDEN_NAMES = [
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_keys_are_golden(name):
+def test_keys_are_golden(name, make_converter):
     _, facts, source = original(name, {"n_layers" if name.startswith("Distil") else "num_hidden_layers": 1})
-    rows = [f"{' + '.join(e.theirs)} -> {' + '.join(e.ours)} ({e.transform})" for e in source.map_tensors(facts)]
-    assert rows == (GOLDEN / f"transformers_{name}.txt").read_text().splitlines()
+    make_converter(source).check_keys(facts, f"transformers_{name}")
 
 
 def test_everything_is_read_from_the_configuration():
@@ -345,8 +299,7 @@ def test_untied_embeddings_are_refused_wherever_they_show():
             source.canonicalise(facts, tensors | {key: tensors[key] + 1})
 
 
-def test_features_have_no_outputs_to_replace(tmp_path):
+def test_features_have_no_outputs_to_replace(make_converter):
     network, facts, source = original("BertModel", {})
-    model = convert_by_hand(source, facts, network.state_dict(), FAITHFUL, tmp_path)
     with pytest.raises(InputError, match=r"12 features .* Received: 5 outputs.*sequence_classification, outputs: 5"):
-        model.reset_head(5)
+        make_converter(source).convert(facts, network.state_dict()).reset_head(5)
