@@ -12,6 +12,7 @@ from timm.layers import BatchNormAct2d
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torchvision.models.resnet import BasicBlock
 
 import revzoo
 from revzoo.errors import InputError, RecoveryError
@@ -126,7 +127,27 @@ def concatenate(m, x):
     return torch.cat([z, z.relu()]) + m.next(m.act(z)).repeat(2, 1, 1, 1)
 
 
+def hook_gradient(m, x):
+    z = m.bn(m.conv(x))
+    z.register_hook(lambda gradient: 2 * gradient)
+    return m.next(m.act(z))
+
+
+def retain_gradient(m, x):
+    z = m.bn(m.conv(x))
+    z.retain_grad()
+    m.kept = z
+    return m.next(m.act(z))
+
+
+def change_unseen(m, x):
+    z = m.bn(m.conv(x))
+    z.data.mul_(2)
+    return m.next(m.act(z))
+
+
 ODD = [used_twice, scale_shortcut_later, change_between, add_twice, add_a_row, overwrite_input, concatenate]
+ODD += [hook_gradient, retain_gradient, change_unseen]  # whose output is watched
 
 
 def images(*shape, dtype=torch.float64):
@@ -184,33 +205,8 @@ def test_whatever_way_a_block_is_written(write):
 @pytest.mark.parametrize("write", ODD, ids=lambda write: write.__name__)
 def test_what_is_done_besides_is_right_too(write):
     twin = randomise(Block(write))
-    assert_same_step(fold(copy.deepcopy(twin)), twin, images())
-
-
-def hook_gradient(m, x):
-    z = m.bn(m.conv(x))
-    z.register_hook(lambda gradient: 2 * gradient)
-    return m.next(m.act(z))
-
-
-def retain_gradient(m, x):
-    z = m.bn(m.conv(x))
-    z.retain_grad()
-    m.kept = z
-    return m.next(m.act(z))
-
-
-def change_unseen(m, x):
-    z = m.bn(m.conv(x))
-    z.data.mul_(2)
-    return m.next(m.act(z))
-
-
-@pytest.mark.parametrize("write", [hook_gradient, retain_gradient, change_unseen], ids=lambda write: write.__name__)
-def test_a_norm_whose_output_is_watched_stays_ordinary(write):
-    twin, x = randomise(Block(write)), images()
     model = fold(copy.deepcopy(twin))
-    assert_same_step(model, twin, x)
+    assert_same_step(model, twin, images())
     if write is retain_gradient:
         assert torch.allclose(model.kept.grad, twin.kept.grad, rtol=1e-9)
 
@@ -219,8 +215,6 @@ def test_a_norm_whose_output_is_watched_stays_ordinary(write):
     "ask",
     [
         lambda z, y: z.register_hook(print),
-        lambda z, y: z.retain_grad(),
-        lambda z, y: torch.autograd.grad(y.sum(), z),
         lambda z, y: torch.autograd.grad(y.sum(), inputs=[z], allow_unused=True),
     ],
 )
@@ -257,11 +251,6 @@ def test_of_sums_that_no_activation_undoes_no_term_is_kept():
         revzoo.inplace_abn_(Block(add_two_norms, nn.ReLU()), images(dtype=torch.float32))
 
 
-def test_an_empty_batch_is_what_it_was():
-    twin = randomise(Block(add))
-    assert_same_step(fold(copy.deepcopy(twin)), twin, images()[:0])
-
-
 def test_torch_fx_is_told_what_to_do():
     x = images(dtype=torch.float32)
     traced = torch.fx.symbolic_trace(Features(Block(plain)))
@@ -290,8 +279,7 @@ def test_a_shortcut_whose_squares_overflow_in_half_precision():
 
 
 NETWORKS = {
-    "resnet18": (lambda: timm.create_model("resnet18", num_classes=10), 20, 8),
-    "torchvision": (lambda: torchvision.models.resnet18(num_classes=10), 20, 8),
+    "torchvision": (lambda: torchvision.models.ResNet(BasicBlock, (1, 1, 1, 1), num_classes=10), 12, 4),
     "preactivated": (lambda: timm.create_model("resnetv2_50", num_classes=10, layers=(1, 1, 1, 1)), 13, 0),
 }
 
@@ -417,7 +405,7 @@ class Blocks(nn.Sequential):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("write", [plain, linear, linear_residual, add_two_norms], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", [linear, add_two_norms], ids=lambda write: write.__name__)
 def test_blocks_may_be_checkpointed(write, use_reentrant):
     """Also where the output of a BatchNorm goes from one block into the next."""
     twin = randomise(Blocks(nn.Sequential(Block(linear), nn.BatchNorm2d(6)), Block(write)))
@@ -425,12 +413,6 @@ def test_blocks_may_be_checkpointed(write, use_reentrant):
     for each in (model, twin):  # whose running statistics see each batch twice
         each.use_reentrant = use_reentrant
     assert_same_step(model, twin, images())
-
-
-def test_a_network_in_eval_mode_comes_back_in_eval_mode():
-    model = nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.LeakyReLU(0.1)).double().eval()
-    assert len(revzoo.inplace_abn_(model, images()).folded) == 1
-    assert not any(module.training for module in model.modules())
 
 
 def test_what_keeps_no_memory_stays_ordinary():
@@ -443,8 +425,9 @@ def test_what_keeps_no_memory_stays_ordinary():
 
 
 def test_sizes_are_read_from_models_that_say_them():
-    model = timm.create_model("test_resnet", act_layer="leaky_relu")
+    model = timm.create_model("test_resnet", act_layer="leaky_relu").eval()
     assert len(revzoo.inplace_abn_(model).folded) > 5
+    assert not any(module.training for module in model.modules())
     with pytest.raises(
         InputError, match=r"does not say the size of its input\. Received: no batch\. Use inplace_abn_\(model, batch\)"
     ):
@@ -503,19 +486,15 @@ def test_refusals_change_nothing(model, options, message):
     assert classes == ([type(m) for m in model.modules()] if isinstance(model, nn.Module) else [])
 
 
-def test_a_second_call_is_told_of_the_first():
-    model = nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.LeakyReLU(0.1))
-    revzoo.inplace_abn_(model, images(dtype=torch.float32))
+def test_second_calls_and_compiled_models_are_refused():
+    model, x = nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.LeakyReLU(0.1)), images(dtype=torch.float32)
+    revzoo.inplace_abn_(model, x)
     with pytest.raises(InputError, match=r"has already been called with this model.* Go on as it is"):
-        revzoo.inplace_abn_(model, images(dtype=torch.float32))
+        revzoo.inplace_abn_(model, x)
     assert type(model[1]) is FoldableBatchNorm2d
-
-
-def test_a_compiled_model_is_refused():
-    model = nn.Sequential(nn.BatchNorm2d(6), nn.ELU())
     model.compile(backend="eager")
-    with pytest.raises(InputError, match=r"keeps what its compiler chose\. Call inplace_abn_ before torch\.compile"):
-        revzoo.inplace_abn_(model, images(dtype=torch.float32))
+    with pytest.raises(InputError, match=r"Call inplace_abn_ before torch\.compile"):
+        revzoo.inplace_abn_(model, x)
 
 
 def test_steps_of_a_reversible_network():
