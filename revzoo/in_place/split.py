@@ -19,9 +19,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
 from revzoo.analysis.dry_run import preserve_random_streams
-from revzoo.block_steps.branch import leave_out_unreturned
+from revzoo.block_steps.branch import Branch, leave_out_unreturned, silence
 from revzoo.block_steps.conventions import find_state, get_state, leave_out_caches, put_state
-from revzoo.block_steps.silenced import Branch, silence
 from revzoo.errors import ConversionError, UnknownNameError, join_names
 from revzoo.in_place.block_lists import BlockLists
 from revzoo.in_place.similarity import run_network

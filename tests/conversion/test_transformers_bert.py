@@ -9,9 +9,8 @@ from torch import Tensor, nn
 import revzoo
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.sources.transformers_base import TransformersEncoder
-from revzoo.conversion.sources.transformers_bert import BERT, ROBERTA
+from revzoo.conversion.sources.transformers_bert import BERT, ELECTRA, ROBERTA
 from revzoo.conversion.sources.transformers_distilbert import DISTILBERT
-from revzoo.conversion.sources.transformers_electra import ELECTRA
 from revzoo.errors import ConversionError, InputError
 from tests.conversion.conftest import FAITHFUL, measure_distance
 

@@ -8,7 +8,7 @@ positions are counted. Without an attention mask it does not attend to padding, 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -50,6 +50,16 @@ _ALLOWED = {  # the only values that can be converted
     "position_embedding_type": ("absolute", None),
     "pruned_heads": ({}, None),
 }
+_ATTENTION = ("self.query", "self.key", "self.value", "output.dense", "output.LayerNorm")
+_MODULES = {
+    **{f"f.{name}": f"attention.{name}" for name in _ATTENTION},
+    **{f"g.{name}": name for name in ("intermediate.dense", "output.dense", "output.LayerNorm")},
+}
+_CLASSIFIERS: tuple[Task, ...] = ("ForSequenceClassification", "ForTokenClassification")
+_HEADS: dict[Task, dict[str, str]] = {
+    "ForTokenClassification": {"head.linear": "classifier"},
+    "ForQuestionAnswering": {"head.linear": "qa_outputs"},
+}
 _TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 _UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.weight", "pooler.dense.bias")
 
@@ -58,7 +68,8 @@ _UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense
 class TransformersEncoder(Source):
     """One family of encoders.
 
-    "Their" keys and modules are without the family's prefix in `blocks` and `modules`, and whole everywhere else.
+    "Their" keys and modules are without the family's prefix in `blocks` and `modules`, and whole everywhere else. What has a
+    default here is as in BERT, if a family does not say otherwise.
 
     Args:
         name: for reports and messages.
@@ -68,7 +79,7 @@ class TransformersEncoder(Source):
         padding: id of the padding token, if the configuration has none.
         blocks: their list of blocks.
         modules: their modules of a block, by ours.
-        heads: their modules of the head, by ours, for every task but "Model" that can be converted.
+        heads: their modules of the head, by ours, for every task that can be converted, besides those that all name alike.
         lm_bias: their key of the masked language model's bias.
         lm_decoder: their last layer of it, whose weight is the table of embeddings.
         unused: their modules, by task, that the converted network has no place for and that `revzoo export` gives back.
@@ -80,7 +91,7 @@ class TransformersEncoder(Source):
         dropouts: settings with the dropout before the last layer, by task; there is none for the tasks left out.
         attention_output_dropout: whether there is dropout after the attention's last layer.
         settings: their names of settings, by BERT's.
-        defaults: of settings whose default is not BERT's.
+        defaults: of settings.
     """
 
     name: str
@@ -88,20 +99,23 @@ class TransformersEncoder(Source):
     prefix: str
     classes: Mapping[str, str]
     padding: int
-    blocks: str
-    modules: Mapping[str, str]
     heads: Mapping[Task, Mapping[str, str]]
     lm_bias: str
     lm_decoder: str
-    unused: Mapping[Task, Sequence[str]]
-    dropouts: Mapping[Task, str]
-    classifier: Mapping[str, str]
+    blocks: str = "encoder.layer"
+    modules: Mapping[str, str] = field(default_factory=lambda: _MODULES)
+    dropouts: Mapping[Task, str] = field(default_factory=lambda: dict.fromkeys(_CLASSIFIERS, "classifier_dropout"))
+    unused: Mapping[Task, Sequence[str]] = field(default_factory=dict)
+    classifier: Mapping[str, str] = field(default_factory=dict)
     counts_after_padding: bool = False
     has_pooler: bool = False
     lm_act: str | None = None
     attention_output_dropout: bool = True
-    settings: Mapping[str, str] | None = None
-    defaults: Mapping[str, Any] | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "heads", {**_HEADS, **self.heads})
 
     def handles(self, description: Any) -> bool:
         """Return whether this is a configuration of the family."""
@@ -317,11 +331,11 @@ class TransformersEncoder(Source):
 
     def _name(self, key: str) -> str:
         """Return the family's name of one of BERT's settings."""
-        return (self.settings or {}).get(key, key)
+        return self.settings.get(key, key)
 
     def _read(self, description: Config, key: str) -> Any:
         """Return the value of one of BERT's settings, by default that of Transformers."""
-        return description.get(self._name(key), {**_DEFAULTS, **(self.defaults or {})}.get(key))
+        return description.get(self._name(key), {**_DEFAULTS, **self.defaults}.get(key))
 
     def _find_task(self, description: Config) -> Task:
         stem = self.classes[description["model_type"]]
