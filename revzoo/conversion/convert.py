@@ -254,10 +254,9 @@ def _describe_expectation(model: Model, comparisons: Sequence[Comparison], assig
             "The published network at another resolution: its positions were interpolated, so fine-tune it. A spec of the "
             f"file's own resolution keeps its function: base: {model.spec.name} with input.size=[H,W], as a .yaml file."
         )
-    if published and any(row.action == "initialised" for row in assignment.rows):
-        return "The published network but for tensors that are missing and start at random: train those first."
     if published:
-        return "The published network: the same function with other keys."
+        later = ", once what is missing is trained" if any(row.action == "initialised" for row in assignment.rows) else ""
+        return f"The published network: the same function with other keys{later}."
     if model.coupling.b == 0:
         return "The original itself, which cannot be inverted: train it in another mode, or with a coupling that moves."
     if not comparisons:

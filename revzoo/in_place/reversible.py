@@ -4,8 +4,7 @@ Class, parameters, state-dict keys and configuration are those of the network; o
 (`block_steps/chain.py`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
@@ -79,8 +78,9 @@ class ReversibleReport:
             dtypes = (
                 f"{stored} in float64" if chain.state_bytes == 8 else f"{stored} in float32, {stored // 2} in half precision"
             )
+            each = f"two of each {block} ({parts})" if chain.branches else f"each a {block}"
             lines.append(
-                f"{chain.path}: {len(chain.names)} steps, {_describe_steps(chain, block, parts)}; they keep {size:g} bytes for "
+                f"{chain.path}: {len(chain.names)} steps, {each}; they keep {size:g} bytes for "
                 "every element of the state "
                 f"(their inputs alone would be {dtypes}), on a grid of "
                 f"2^-{USUAL_FRACTION_BITS if (bits := chain.coupling.fraction_bits) is None else bits}"
@@ -150,13 +150,22 @@ def reversible_(
         chain = BlockChain(path, owner, len(blocks), _make_coupling(coupling, kept_bits, digits), names, check_patterns(keep))
         chains.append(chain)
         for i, block in enumerate(blocks):
-            steps.append(_make_step(block, chain, i, branches.get(block)))
+            if split is None:
+                steps.append(BlockStep(block, chain, i))
+            else:
+                first, second = branches[block]
+                steps.append(BranchStep(block, chain, 2 * i, first, BranchStep(block, chain, 2 * i + 1, second)))
     similarity, restarts = None, list[str]()
-    with _all_or_nothing(steps):
+    for step in steps:
+        step.install()
+    try:
         if before is not None:
             with observe_calls(partial(_note_restart, restarts)):
-                after = run_network(model, batch)
-            similarity = measure_similarity(before, after, batch)
+                similarity = measure_similarity(before, run_network(model, batch), batch)
+    except BaseException:
+        for step in steps:
+            step.remove()
+        raise
     return ReversibleReport(
         type(model).__name__,
         tuple(chains),
@@ -170,14 +179,6 @@ def reversible_(
     )
 
 
-def _make_step(block: nn.Module, chain: BlockChain, index: int, branches: Branches | None) -> BlockStep:
-    """Return the replacement of a block: its step, or the first of its two."""
-    if branches is None:
-        return BlockStep(block, chain, index)
-    first, second = branches
-    return BranchStep(block, chain, 2 * index, first, BranchStep(block, chain, 2 * index + 1, second))
-
-
 def ordinary_(model: nn.Module) -> None:
     """Undo `reversible_`: the network computes and keeps what it did before. Its weights stay as they are now.
 
@@ -186,17 +187,13 @@ def ordinary_(model: nn.Module) -> None:
     Raises:
         InputError: it has no reversible blocks.
     """
-    steps = list(_find_steps(model))
+    steps = [step for module in model.modules() if (step := get_step(module)) is not None]
     if not steps:
         raise InputError(
             f"No block of this {type(model).__name__} was made reversible by reversible_, so nothing can be undone."
         )
     for step in steps:
         step.remove()
-
-
-def _describe_steps(chain: BlockChain, block: str, parts: str) -> str:
-    return f"two of each {block} ({parts})" if chain.branches else f"each a {block}"
 
 
 def _describe_branches(blocks: Sequence[nn.Module], branches: dict[nn.Module, Branches]) -> str:
@@ -209,10 +206,6 @@ def _note_restart(restarts: list[str], step: nn.Module, inputs: Any, states: Seq
     """Note a block that begins a chain, where both states are one, without being the first of its list."""
     if isinstance(step, BlockStep) and step.index and states[0] is states[1]:
         restarts.append(step.name)
-
-
-def _find_steps(model: nn.Module) -> Iterator[BlockStep]:
-    return (step for module in model.modules() if (step := get_step(module)) is not None)
 
 
 def _make_coupling(name: BlockCoupling, kept_bits: int, fraction_bits: int | None) -> Coupling:
@@ -245,16 +238,3 @@ def _require_split(split: Any, batch: Any) -> None:
             "split runs the branches of a block one by one, and needs a batch to check them against the block. Received: none. "
             f"Give one: reversible_(model, batch=batch, split={split!r})."
         )
-
-
-@contextmanager
-def _all_or_nothing(steps: Sequence[BlockStep]) -> Iterator[None]:
-    """Put steps in place of their blocks; if something fails, give all blocks back what they had."""
-    for step in steps:
-        step.install()
-    try:
-        yield
-    except BaseException:
-        for step in steps:
-            step.remove()
-        raise

@@ -50,6 +50,7 @@ def test_gradients_are_those_of_storing(name):
     model, path, batch = make_case(name)
     revzoo.reversible_(model, path)
     stored, stored_bytes = train_step(model, batch, "store")
+    assert stored.keys() == dict(model.named_parameters()).keys()
     for schedule in ("invert", "recompute", "selective"):
         gradients, kept = train_step(model, batch, schedule)
         assert_equal(gradients, stored)

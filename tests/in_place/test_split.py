@@ -13,7 +13,7 @@ import revzoo
 from revzoo.block_steps.conventions import get_state
 from revzoo.errors import ConversionError, InputError, UnknownNameError
 from revzoo.runtime import LiveBytes
-from tests.in_place.networks import IDS, TEXT, assert_equal, count_bytes, llama
+from tests.in_place.networks import IDS, TEXT, assert_equal, count_bytes, llama, train_step
 from tests.in_place.test_architectures import SPLIT, is_untouched
 
 X = torch.linspace(-1, 1, 40).view(5, 8).sin()
@@ -60,29 +60,18 @@ def toy():
     return Toy()
 
 
-def train_step(model, batch, schedule=None, chains=()):
-    """Return the gradients of one training step, dropout on."""
-    for chain in chains:
-        chain.schedule = schedule
-    model.train().zero_grad()
-    torch.manual_seed(1)
-    outputs = model(**batch) if isinstance(batch, dict) else model(batch)
-    (outputs.square().mean() if isinstance(outputs, torch.Tensor) else outputs.loss).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize(("make", "batch"), [(llama, TEXT), (opt, TEXT)])
 def test_gradients_are_those_of_storing(make, batch):
     model = make()
-    keys, names = list(model.state_dict()), train_step(model, batch).keys()
+    keys, names = list(model.state_dict()), train_step(model, batch)[0].keys()
     report = revzoo.reversible_(model, batch=batch, split=SPLIT)
     assert list(model.state_dict()) == keys
     assert report.steps == 6
     assert report.similarity.least_cosine > 0.9999
-    stored = train_step(model, batch, "store", report.chains)
+    stored = train_step(model, batch, "store")[0]
     assert stored.keys() == names
     for schedule in ("invert", "recompute", "selective", ["invert", "store"] * 3, ["selective", "invert"] * 3):
-        assert_equal(train_step(model, batch, schedule, report.chains), stored)
+        assert_equal(train_step(model, batch, schedule)[0], stored)
     revzoo.ordinary_(model)
     assert is_untouched(model)
 
@@ -136,13 +125,13 @@ def test_one_extra_forward_and_no_more(toy):
 
 def test_copies_are_reversible_and_independent(toy):
     revzoo.reversible_(toy, batch=X, split=SPLIT)
-    expected = train_step(toy, X)
+    expected = train_step(toy, {"x": X})[0]
     other = pickle.loads(pickle.dumps(toy))
     revzoo.ordinary_(toy)
-    assert_equal(train_step(other, X), expected)
+    assert_equal(train_step(other, {"x": X})[0], expected)
     revzoo.ordinary_(other)
     assert is_untouched(other)
-    assert_equal(train_step(other, X), train_step(toy, X))
+    assert_equal(train_step(other, {"x": X})[0], train_step(toy, {"x": X})[0])
 
 
 def test_generation_is_that_of_the_full_forward():
@@ -195,11 +184,11 @@ def test_adapters_in_place_of_a_branch():
     peft = pytest.importorskip("peft")
     model = opt()
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "fc1", "fc2"], lora_dropout=0.1, init_lora_weights=False)
-    report = revzoo.reversible_(model, batch=TEXT, split=SPLIT)
+    revzoo.reversible_(model, batch=TEXT, split=SPLIT)
     adapted = peft.get_peft_model(model, config)
-    stored = train_step(adapted, TEXT, "store", report.chains)
+    stored = train_step(adapted, TEXT, "store")[0]
     assert len(stored) == sum(p.requires_grad for p in adapted.parameters()) == 3 * 3 * 2
-    assert_equal(train_step(adapted, TEXT, "invert", report.chains), stored)
+    assert_equal(train_step(adapted, TEXT, "invert")[0], stored)
     adapted.eval()
     with torch.no_grad():
         reversible = adapted(IDS).logits
@@ -232,39 +221,15 @@ def norm_of_both(m, x):
 def test_statistics_move_once():
     model = Toy(norm=nn.BatchNorm1d)
     revzoo.reversible_(model, batch=X, split=SPLIT)
-    train_step(model, X)
+    train_step(model, {"x": X})[0]
     assert [m.num_batches_tracked.item() for m in model.modules() if isinstance(m, nn.BatchNorm1d)] == 6 * [1]
     with pytest.raises(ConversionError, match=r"norm1 of blocks.0 runs in both steps, and its statistics would move twice"):
         revzoo.reversible_(Toy(write=norm_of_both, norm=nn.BatchNorm1d), batch=X, split=SPLIT)
 
 
-def side_by_side(m, x):
-    h = m.norm1(x)
-    return x + m.attn(h) + m.mlp(h)
-
-
-def other_order(m, x):
-    x = x + m.mlp(m.norm2(x))
-    return x + m.attn(m.norm1(x))
-
-
-def norm_after_the_sum(m, x):
-    return m.norm2(m.norm1(x + m.attn(x)) + m.mlp(x))
-
-
 class Adding(nn.Linear):
     def forward(self, x, state):
         return state + super().forward(x)
-
-
-def branch_with_the_state(m, x):  # as BLOOM's, which are given what to add
-    x = m.attn(m.norm1(x), x)
-    return x + m.mlp(m.norm2(x))
-
-
-def own_bias(m, x):  # zero until it is trained
-    x = x + m.attn(m.norm1(x)) + 0.0 * m.norm1.bias + m.norm2.bias
-    return x + m.mlp(m.norm2(x))
 
 
 def functional(m, x):
@@ -284,34 +249,37 @@ def attribute(m, x):
     return x + m.mlp(m.norm2(x))
 
 
-def noise_in_training(m, x):
-    x = x + m.attn(m.norm1(x)) + m.training * torch.randn_like(x)
-    return x + m.mlp(m.norm2(x))
-
-
-def change_in_between(m, x):
-    y = x + m.attn(m.norm1(x))
-    return y + m.mlp(m.norm2(y)), y - x
-
-
-CANNOT = {
-    "side by side": ({"write": side_by_side}, "blocks.0 cannot be two steps, attn added to the state, then mlp"),
-    "other order": ({"write": other_order}, "cannot be two steps"),
-    "norm after the sum": ({"write": norm_after_the_sum}, "cannot be two steps"),
-    "a branch with the state": ({"write": branch_with_the_state}, "cannot be two steps"),
-    "a bias": ({"write": own_bias}, "cannot be two steps"),
-    "an attribute": ({"write": attribute}, "blocks.0 sets as an attribute a tensor that changes"),
-    "noise in training": ({"write": noise_in_training}, "cannot be two steps"),
-    "another result": ({"write": change_in_between}, "blocks.0 returns besides its state a tensor that changes"),
-    "no call": ({"write": functional}, "blocks.0 does not call attn as a submodule"),
-    "an error": ({"write": raises}, "blocks.0 cannot run one of its branches without the other: ArithmeticError: nothing to"),
+CANNOT = {  # what a block returns, and the reason
+    "side by side": (
+        lambda m, x: x + m.attn(h := m.norm1(x)) + m.mlp(h),
+        "blocks.0 cannot be two steps, attn added to the state, then mlp",
+    ),
+    "other order": (lambda m, x: (y := x + m.mlp(m.norm2(x))) + m.attn(m.norm1(y)), "cannot be two steps"),
+    "norm after the sum": (lambda m, x: m.norm2(m.norm1(x + m.attn(x)) + m.mlp(x)), "cannot be two steps"),
+    # as BLOOM's, which are given what to add
+    "a branch with the state": (lambda m, x: (y := m.attn(m.norm1(x), x)) + m.mlp(m.norm2(y)), "cannot be two steps"),
+    "a bias": (  # zero until it is trained
+        lambda m, x: (y := x + m.attn(m.norm1(x)) + m.norm2.bias) + m.mlp(m.norm2(y)),
+        "cannot be two steps",
+    ),
+    "an attribute": (attribute, "blocks.0 sets as an attribute a tensor that changes"),
+    "noise in training": (
+        lambda m, x: (y := x + m.attn(m.norm1(x)) + m.training * torch.randn_like(x)) + m.mlp(m.norm2(y)),
+        "cannot be two steps",
+    ),
+    "another result": (
+        lambda m, x: ((y := x + m.attn(m.norm1(x))) + m.mlp(m.norm2(y)), y - x),
+        "blocks.0 returns besides its state a tensor that changes",
+    ),
+    "no call": (functional, "blocks.0 does not call attn as a submodule"),
+    "an error": (raises, "blocks.0 cannot run one of its branches without the other: ArithmeticError: nothing to"),
 }
 
 
 @pytest.mark.parametrize("name", CANNOT)
 def test_what_cannot_be_split_is_refused_with_the_reason(name):
-    options, message = CANNOT[name]
-    model = Toy(**options)
+    write, message = CANNOT[name]
+    model = Toy(write=write)
     if name == "a branch with the state":
         for block in model.blocks:
             block.attn = Adding(8, 8)
@@ -323,13 +291,9 @@ def test_what_cannot_be_split_is_refused_with_the_reason(name):
     assert is_untouched(model)
 
 
-def side_by_side_with_one_norm(m, x):
-    return x + m.attn(m.norm1(x)) + m.mlp(m.norm1(x))
-
-
-@pytest.mark.parametrize("write", [None, side_by_side_with_one_norm])
+@pytest.mark.parametrize("write", [None, lambda m, x: x + m.attn(m.norm1(x)) + m.mlp(m.norm1(x))])
 def test_a_norm_at_two_places_keeps_its_weights(write):
-    model = Toy() if write is None else Toy(write=write)
+    model = Toy(write=write)
     for block in model.blocks:
         block.norm2 = block.norm1
     parameters, before = list(model.parameters()), [p.clone() for p in model.parameters()]

@@ -1,25 +1,12 @@
-"""Networks made reversible in place with the tools that train them: Trainer, peft, Accelerate, saving and loading."""
+"""Networks made reversible in place with peft, Accelerate, saving and loading; docs/reversible.md shows Trainer."""
 
 import accelerate
 import pytest
 import torch
 import transformers
-from torch.utils.data import Dataset
 
 import revzoo
-from revzoo.errors import InputError
 from tests.in_place.networks import IDS, llama
-
-
-class Texts(Dataset):
-    """Eight texts of one length."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        ids = (torch.arange(12) * (i + 1)) % 20
-        return {"input_ids": ids, "labels": ids}
 
 
 def make():
@@ -37,42 +24,6 @@ def compute_gradients(model):
     torch.manual_seed(1)
     model(input_ids=IDS, labels=IDS).loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_the_trainer_reaches_the_weights_of_storing(tmp_path):
-    weights = {}
-    for schedule in ("store", "invert"):
-        model = make()
-        set_schedule(revzoo.reversible_(model), schedule)
-        arguments = transformers.TrainingArguments(
-            tmp_path / schedule,
-            num_train_epochs=2,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            learning_rate=1e-2,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            seed=0,
-            bf16=True,
-        )
-        transformers.Trainer(model, arguments, train_dataset=Texts()).train()
-        weights[schedule] = {name: p.detach().clone() for name, p in model.named_parameters()}
-    start = dict(make().named_parameters())
-    assert not any(torch.equal(p, start[name]) for name, p in weights["invert"].items())
-    assert all(torch.equal(p, weights["store"][name]) for name, p in weights["invert"].items())
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_the_trainer_with_checkpointing_is_told_to_switch_it_off(tmp_path):
-    model = make()
-    revzoo.reversible_(model)
-    arguments = transformers.TrainingArguments(tmp_path, gradient_checkpointing=True, use_cpu=True, report_to=[])
-    with pytest.raises(InputError, match="gradient checkpointing"):
-        transformers.Trainer(model, arguments, train_dataset=Texts()).train()
 
 
 ADAPTERS = {
