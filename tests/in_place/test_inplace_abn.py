@@ -308,7 +308,7 @@ def test_timms_batch_norm_with_activation():
     model, x = copy.deepcopy(twin), images()
     report = revzoo.inplace_abn_(model, x)
     assert [(norm.name, norm.activation) for norm in report.folded] == [("1", "leaky_relu"), ("5", "elu")]
-    assert report.left == (("3", "what follows cannot be undone, or keeps nothing"),)
+    assert report.left == (("3", "not called in training mode, or what follows cannot be undone or keeps nothing"),)
     assert [type(model[i]) for i in (1, 3, 5)] == [FoldableBatchNormAct2d, BatchNormAct2d, FoldableBatchNormAct2d]
     assert_same_step(model, twin, x)
 
@@ -332,7 +332,7 @@ def test_it_says_what_it_did():
     )
     assert "ReLUs that are now leaky with slope 0.01, another function: 1" in text
     assert "outputs differ by at most " in text
-    assert "left: 4 (what follows cannot be undone, or keeps nothing)" in text
+    assert "left: 4 (not called in training mode, or what follows cannot be undone" in text
     assert isinstance(model[2], nn.LeakyReLU)
     assert type(model[4]) is nn.BatchNorm2d
 
