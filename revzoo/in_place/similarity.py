@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import call, in_mode, preserve_random_streams
-from revzoo.block_steps.conventions import get_state
+from revzoo.block_steps.conventions import find_state, get_state
 from revzoo.errors import ConversionError, InputError
 from revzoo.in_place.block_lists import BlockLists
 from revzoo.runtime.nested import tensors_in
@@ -78,6 +78,7 @@ def survey_blocks(model: nn.Module, lists: BlockLists, batch: Any) -> tuple[dict
 
     Raises:
         ConversionError: a block changes the shape or dtype of its state, writes into it, or is no residual map.
+        InputError: a block is given no floating-point tensor first.
     """
     surveys = {path: BlockSurvey() for path in lists}
     with ExitStack() as stack:
@@ -95,13 +96,10 @@ def _watch(block: nn.Module, name: str, survey: BlockSurvey) -> Sequence[Any]:
     given: list[tuple[Tensor, Tensor]] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = next((t for t in (*args[:1], *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()), None)
-        if x is not None:
-            given.append((x, x.clone()))
+        x, _ = find_state(block, name, args, kwargs)
+        given.append((x, x.clone()))
 
     def after(_: nn.Module, args: tuple[Any, ...], value: Any) -> None:
-        if not given:
-            raise ConversionError(f"{name} is given no floating-point tensor, so it has no state.")
         (x, state), out = given.pop(), get_state(value)
         if not isinstance(out, Tensor):
             raise ConversionError(f"{name} returns {type(value).__name__}, not a new state alone or first among its results.")
