@@ -96,7 +96,7 @@ def _watch(block: nn.Module, name: str, survey: BlockSurvey) -> Sequence[Any]:
     given: list[tuple[Tensor, Tensor]] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x, _ = find_state(block, name, args, kwargs)
+        x = find_state(block, name, args, kwargs)[0]
         given.append((x, x.clone()))
 
     def after(_: nn.Module, args: tuple[Any, ...], value: Any) -> None:
