@@ -97,30 +97,26 @@ class PublishedSource(Source):
             place = next((place for place in layers if key.startswith(f"{place}.")), "")
             ours = layers.get(place, "") + key.removeprefix(place)
             theirs = next(re.sub(rule, name, ours, count=1) for rule, name in self.rules.items() if re.match(rule, ours))
-            mappings.append(self.map_tensor(key, theirs, tensor))
+            mappings.append(self.map_tensor(key, theirs, tensor, description))
         return mappings
 
-    def map_tensor(self, ours: str, theirs: str, tensor: Tensor) -> TensorMapping:
+    def map_tensor(self, ours: str, theirs: str, tensor: Tensor, description: Any) -> TensorMapping:
         """Return the mapping of one tensor.
 
         Args:
             ours: its key in the converted network.
             theirs: its key in the library, after `rules`.
             tensor: ours, on the meta device.
+            description: of the network.
         """
         return rename(ours, theirs)
 
     def _load_spec(self, description: str | Path | PublishedNetwork) -> Spec:
         """Return the spec, or raise ConversionError if the library has no such network."""
         spec = description.spec if isinstance(description, PublishedNetwork) else load_spec(description)
-        expected = {
-            "coupling": (spec.coupling.type, "additive"),
-            "split": (spec.split.type, "duplicate"),
-            "fuse": (spec.fuse.type, "concat"),
-            "head": (spec.head.type, "pooled_linear"),
-        }
-        for part, (received, allowed) in expected.items():
-            if received != allowed:
+        parts = {"coupling": "additive", "split": "duplicate", "fuse": "concat", "head": "pooled_linear"}
+        for part, allowed in parts.items():
+            if (received := getattr(spec, part).type) != allowed:
                 raise ConversionError(
                     f"{self.name} has networks whose {part} is {allowed}. Received: {spec.name}, whose {part} is {received}. "
                     "Convert to the published model's own spec, for example rev_vit_b."

@@ -7,6 +7,7 @@ softmax, ours with logits.
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -48,7 +49,7 @@ class PySlowFast(PublishedSource):
             return resize_distances(tensor, shape)
         return resize_positions(tensor, shape, grid=grid) if key == "pos_embed" else None
 
-    def map_tensor(self, ours: str, theirs: str, tensor: Tensor) -> TensorMapping:
+    def map_tensor(self, ours: str, theirs: str, tensor: Tensor, description: Any) -> TensorMapping:
         """Return the mapping of one tensor: q, k and v become one matrix, and kernels lose the dimension of time."""
         if ".attn.qkv." in theirs:
             return TensorMapping((ours,), tuple(theirs.replace(".qkv.", f".{name}.") for name in "qkv"), "merged")
