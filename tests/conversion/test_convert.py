@@ -131,7 +131,7 @@ def test_positions_of_another_resolution_are_interpolated_with_a_note(vit, tmp_p
         ({"source": "rev_vit_b"}, ConversionError, "rev_vit_b is reversible already. Give a published checkpoint"),
         ({"source": 3}, InputError, "A name, a folder or a module can be converted. Received: int"),
         ({"source": nn.Linear(2, 2)}, ConversionError, r"Linear \(Linear\) cannot be converted. What can: timm ViT, timm Swin"),
-        ({"source": "convnext_tiny", "weights": "w"}, ConversionError, "cannot be converted. What can"),
+        ({"source": "test_convnext", "weights": "w"}, ConversionError, "cannot be converted. What can"),
         ({"weights": "nowhere.safetensors"}, CheckpointError, "No weights file at nowhere.safetensors"),
     ],
 )
