@@ -47,7 +47,7 @@ def assign(
     """Compute the converted network's tensors from those of a file.
 
     Args:
-        model: the converted network, on the meta device.
+        model: the converted network.
         mappings: of every tensor.
         original: its tensors are under the keys that the mappings use.
         strict: refuse missing and extra tensors; else missing ones are initialised at random, and extra ones are dropped.
