@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from revzoo.any_plan import plan
     from revzoo.conversion.convert import convert
     from revzoo.conversion.export import export
-    from revzoo.conversion.inplace_abn import inplace_abn_
     from revzoo.conversion.report import ConvertReport
-    from revzoo.conversion.reversible import ReversibleReport, ordinary_, reversible_
     from revzoo.data.transform import transform
     from revzoo.graph import ModulePlan, reforward, release
+    from revzoo.in_place.inplace_abn import inplace_abn_
+    from revzoo.in_place.reversible import ReversibleReport, ordinary_, reversible_
     from revzoo.model.builder import build
     from revzoo.model.compile_steps import compile_steps
     from revzoo.model.create import create
@@ -38,7 +38,7 @@ _HOMES = {
     "PixelReport": "revzoo.analysis.report",
     "Plan": "revzoo.planning.plan",
     "Profile": "revzoo.planning.profiling.profile",
-    "ReversibleReport": "revzoo.conversion.reversible",
+    "ReversibleReport": "revzoo.in_place.reversible",
     "Spec": "revzoo.spec",
     "VerifyReport": "revzoo.analysis.verify",
     "build": "revzoo.model.builder",
@@ -47,17 +47,17 @@ _HOMES = {
     "convert": "revzoo.conversion.convert",
     "create": "revzoo.model.create",
     "export": "revzoo.conversion.export",
-    "inplace_abn_": "revzoo.conversion.inplace_abn",
+    "inplace_abn_": "revzoo.in_place.inplace_abn",
     "list_models": "revzoo.spec",
     "load_spec": "revzoo.spec",
     "measure_memory": "revzoo.analysis.step_memory",
     "measure_numerics": "revzoo.analysis.numerics",
-    "ordinary_": "revzoo.conversion.reversible",
+    "ordinary_": "revzoo.in_place.reversible",
     "plan": "revzoo.any_plan",
     "profile": "revzoo.planning.profiling.profile",
     "reforward": "revzoo.graph",
     "release": "revzoo.graph",
-    "reversible_": "revzoo.conversion.reversible",
+    "reversible_": "revzoo.in_place.reversible",
     "solve": "revzoo.planning.planner",
     "transform": "revzoo.data.transform",
     "verify": "revzoo.analysis.verify",

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from revzoo.in_place.chain import BlockChain, get_step
+from revzoo.block_steps.chain import BlockChain, get_step
 from revzoo.model.network import Network
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain

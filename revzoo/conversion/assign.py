@@ -1,7 +1,6 @@
 """Assign the tensors of a file to the parameters of the converted network; for those left over, say why."""
 
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,8 +15,6 @@ from revzoo.errors import ConversionError, join_names
 from revzoo.format import format_dtype
 from revzoo.model.model import Model
 from revzoo.spec.schema import ImageInput
-
-_BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers?|layer\d)\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ def assign(
     """Compute the converted network's tensors from those of a file.
 
     Args:
-        model: the converted network, on the meta device.
+        model: the converted network.
         mappings: of every tensor.
         original: its tensors are under the keys that the mappings use.
         strict: refuse missing and extra tensors; else missing ones are initialised at random, and extra ones are dropped.
@@ -177,17 +174,9 @@ def _make_error(
         head: those of the head among them.
     """
     lines = [f"\n  {len(keys)} {what}: {join_names(list(keys), most=1000)}" for what, keys in problems.items() if keys]
-    theirs, ours = _count_blocks(original.tensors), _count_blocks(expected)
-    hint = f"\nThe file has {theirs} blocks in a row, the network {ours}." if theirs != ours else ""
     advice = "" if problems.get("of another shape or kind") else "\nGo on all the same with strict=False (--no-strict)."
     if problems.get("missing") and head >= set(problems["missing"]):
         advice = "\nThe head is missing: make a new one for N classes with num_outputs=N (--outputs N)." + advice
     return ConversionError(
-        f"These are not the tensors of {original.name}, which has {len(expected)}; nothing was written."
-        f"{''.join(lines)}{hint}{advice}"
+        f"These are not the tensors of {original.name}, which has {len(expected)}; nothing was written.{''.join(lines)}{advice}"
     )
-
-
-def _count_blocks(keys: Iterable[str]) -> int:
-    """Return how many different block numbers the keys contain."""
-    return len({match[1] for key in keys if (match := _BLOCK.search(key))})

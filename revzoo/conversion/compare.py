@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from revzoo.conversion.choice import B_ARGUMENTS
 from revzoo.conversion.report import Comparison
-from revzoo.conversion.similarity import OUTPUT_NAMES
 from revzoo.errors import ConversionError, InputError
 from revzoo.model.model import Model
 from revzoo.runtime.mode import Mode
@@ -106,11 +105,9 @@ def _select_output(outputs: Any, like: Tensor) -> Tensor:
 
     Logits of begin and end of an answer, or one logit for each token, have no last dimension.
     """
-    named = [getattr(outputs, name, None) for name in OUTPUT_NAMES]
-    begin, end = (getattr(outputs, name, None) for name in ("start_logits", "end_logits"))
-    if isinstance(begin, Tensor) and isinstance(end, Tensor):
-        named.append(torch.stack((begin, end), -1))
-    candidates = [t for t in (*named, *tensors_in(outputs)) if isinstance(t, Tensor)]
+    candidates = list(tensors_in(outputs))
+    if hasattr(outputs, "start_logits"):
+        candidates.insert(0, torch.stack((outputs.start_logits, outputs.end_logits), -1))
     fitting = [t for t in (*candidates, *(t[..., None] for t in candidates)) if t.shape == like.shape]
     if not fitting:
         raise ConversionError(f"The original returns nothing of shape {tuple(like.shape)}, as the converted network does.")

@@ -95,17 +95,14 @@ def convert(
     if source_family.published:
         choice = CouplingChoice("additive", None)
     original, spec, mappings, notes = _read_original(from_file, source_family, choice)
-    with torch.device("meta"):
-        meta_model = build(spec)
-    assignment = assign(meta_model, mappings, source_family, original, strict, new_head=num_outputs is not None)
-    dtypes = {dtype for row in assignment.rows for dtype in row.original_dtypes}
-    if cast := sorted(dtypes & {"float16", "bfloat16", "float64"}):
-        notes.append(f"Tensors of {join_names(cast)} became float32.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = build(spec).eval()
-        with torch.no_grad():
-            model.load_state_dict(assignment.values, strict=False)
+        assignment = assign(model, mappings, source_family, original, strict, new_head=num_outputs is not None)
+        model.load_state_dict(assignment.values, strict=False)
+        dtypes = {dtype for row in assignment.rows for dtype in row.original_dtypes}
+        if cast := sorted(dtypes & {"float16", "bfloat16", "float64"}):
+            notes.append(f"Tensors of {join_names(cast)} became float32.")
         notes += _coarsen_grid(model, batch)
         comparisons, reasons = _compare_networks(model, original, assignment, choice, batch)
         if num_outputs is not None:
@@ -193,10 +190,8 @@ def _attach_head(
     description = source_family.classify(original.description, num_outputs)
     headed, spec, mappings, _ = _read_original(replace(from_file, description=description), source_family, choice)
     spec = replace(with_outputs(spec, num_outputs), block=model.spec.block)
-    with torch.device("meta"):
-        meta_model = build(spec)
-    assignment = assign(meta_model, mappings, source_family, headed, strict=False, new_head=True, replaced=own)
     other = build(spec).eval()
+    assignment = assign(other, mappings, source_family, headed, strict=False, new_head=True, replaced=own)
     other.load_state_dict({key: t for key, t in model.state_dict().items() if not key.startswith("head.")}, strict=False)
     other.load_state_dict(assignment.values, strict=False)
     return other, assignment
@@ -254,10 +249,9 @@ def _describe_expectation(model: Model, comparisons: Sequence[Comparison], assig
             "The published network at another resolution: its positions were interpolated, so fine-tune it. A spec of the "
             f"file's own resolution keeps its function: base: {model.spec.name} with input.size=[H,W], as a .yaml file."
         )
-    if published and any(row.action == "initialised" for row in assignment.rows):
-        return "The published network but for tensors that are missing and start at random: train those first."
     if published:
-        return "The published network: the same function with other keys."
+        later = ", once what is missing is trained" if any(row.action == "initialised" for row in assignment.rows) else ""
+        return f"The published network: the same function with other keys{later}."
     if model.coupling.b == 0:
         return "The original itself, which cannot be inverted: train it in another mode, or with a coupling that moves."
     if not comparisons:

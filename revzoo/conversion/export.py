@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
 
 from revzoo.checkpoint.foreign import read_weights
 from revzoo.checkpoint.writing import match_written, write_tensors
+from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.report import TensorRow
 from revzoo.errors import ConversionError, InputError, RevzooError, join_names
 from revzoo.spec.names import CONVERTED_WEIGHTS, UNUSED_WEIGHTS
@@ -73,7 +73,8 @@ def _restore_tensors(folder: Path, rows: Sequence[TensorRow], tensors: Mapping[s
     for row in rows:
         if missing := [key for key in row.ours if key not in tensors]:
             raise ConversionError(f"The weights are not for the network in {folder}: {join_names(missing)} is missing.")
-        theirs = _invert_row(row, [tensors[key] for key in row.ours]) if row.ours else ()
+        mapping = TensorMapping(row.ours, row.theirs, row.transform, original_shape=next(iter(row.original_shapes), ()))
+        theirs = mapping.to_theirs([tensors[key] for key in row.ours])
         if dtypes and row.original_dtypes:
             theirs = [t.to(getattr(torch, dtype)) for t, dtype in zip(theirs, row.original_dtypes, strict=True)]
         restored |= dict(zip(row.theirs, theirs, strict=False))  # of dropped tensors there is nothing to restore
@@ -92,20 +93,6 @@ def _check_output(out: str | Path, folder: Path) -> Path:
     ):
         raise InputError(f"{out} is the converted network itself. Name another file.")
     return Path(out)
-
-
-def _invert_row(row: TensorRow, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return a row's tensors with the original's values and shapes."""
-    if row.transform == "tied":
-        return [tensors[0]] * len(row.theirs)
-    if row.transform == "merged":
-        return torch.split(tensors[0], [shape[0] for shape in row.original_shapes])
-    if row.transform == "reshaped":
-        (shape,), (tensor,) = row.original_shapes, tensors
-        if tensor.dim() == len(shape) == 3:  # position embeddings, without the original's first rows, which are ones
-            tensor = F.pad(tensor, (0, 0, shape[1] - tensor.shape[1], 0), value=1.0)
-        return [tensor.reshape(shape)]
-    return tensors
 
 
 def _to_tuples(value: Any) -> Any:

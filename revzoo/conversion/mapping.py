@@ -3,38 +3,64 @@
 Throughout `revzoo.conversion`, "ours" are the keys and tensors of the converted network, "theirs" those of the original.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-Transform = Literal["copied", "renamed", "tied", "merged", "reshaped", "unused"]
-TensorFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-
-
-def _keep(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return tensors
+Transform = Literal["copied", "renamed", "tied", "merged", "reshaped", "shortened", "unused"]
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """Some tensors of the original, the tensors of the converted network with the same values, and the functions between them.
+    """Some tensors of the original, and the tensors of the converted network with the same values.
 
     Args:
         ours: keys in the converted network's state dict; none where the tensors have no place in it and are only given back.
         theirs: keys in the original's state dict.
-        transform: name of the change, for the report.
-        to_ours: computes the tensors at `ours` from those at `theirs`, both in the order of the keys.
-        to_theirs: the inverse of `to_ours`.
+        transform: what is done with them. "tied" tensors are copies, of which ours is one; "merged" ones are of equal shape
+            and stacked along their first dimension (q, k and v of an attention); of a "shortened" one ours lacks the first row
+            of (1, N, D), which was all ones; "unused" ones may be missing.
+        shape: of ours, where that is another one ("reshaped").
+        original_shape: of theirs.
     """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     transform: Transform
-    to_ours: TensorFunction = _keep
-    to_theirs: TensorFunction = _keep
+    shape: tuple[int, ...] = ()
+    original_shape: tuple[int, ...] = ()
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Compute the tensors at `ours` from those at `theirs`, both in the order of the keys."""
+        match self.transform:
+            case "tied":
+                return tensors[:1]
+            case "merged":
+                return [torch.cat(list(tensors))]
+            case "reshaped":
+                return [tensors[0].reshape(self.shape)]
+            case "shortened":
+                return [tensors[0][:, 1:]]
+            case "unused":
+                return []
+        return tensors
+
+    def to_theirs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Compute the tensors at `theirs` from those at `ours`."""
+        match self.transform:
+            case "tied":
+                return [tensors[0]] * len(self.theirs)
+            case "merged":
+                return tensors[0].chunk(len(self.theirs))
+            case "reshaped":
+                return [tensors[0].reshape(self.original_shape)]
+            case "shortened":
+                return [F.pad(tensors[0], (0, 0, 1, 0), value=1.0)]
+        return tensors
 
 
 def rename(ours: str, theirs: str) -> TensorMapping:
@@ -42,38 +68,7 @@ def rename(ours: str, theirs: str) -> TensorMapping:
     return TensorMapping((ours,), (theirs,), "copied" if ours == theirs else "renamed")
 
 
-def rename_module(ours: str, theirs: str, names: Sequence[str] = ("weight", "bias")) -> Iterator[TensorMapping]:
-    """Yield the mappings of a module's parameters, which have the same names in both networks."""
-    for name in names:
+def rename_module(ours: str, theirs: str) -> Iterator[TensorMapping]:
+    """Yield the mappings of a module's weight and bias."""
+    for name in ("weight", "bias"):
         yield rename(f"{ours}.{name}", f"{theirs}.{name}")
-
-
-def tie(ours: str, theirs: Sequence[str]) -> TensorMapping:
-    """Return the mapping of a tensor that the original has under several keys."""
-    return TensorMapping(
-        (ours,), tuple(theirs), "tied", lambda tensors: tensors[:1], lambda tensors: [tensors[0]] * len(theirs)
-    )
-
-
-def set_aside(theirs: str) -> TensorMapping:
-    """Return the mapping of a parameter of the original that the converted network has no place for; it may be missing."""
-    return TensorMapping((), (theirs,), "unused", lambda _: [], lambda _: [])
-
-
-def merge(ours: str, theirs: Sequence[str]) -> TensorMapping:
-    """Return the mapping that stacks tensors of equal shape along their first dimension (q, k and v of an attention)."""
-    count = len(theirs)
-    return TensorMapping(
-        (ours,), tuple(theirs), "merged", lambda tensors: [torch.cat(list(tensors))], lambda tensors: tensors[0].chunk(count)
-    )
-
-
-def reshape(ours: str, theirs: str, shape: Sequence[int], original_shape: Sequence[int]) -> TensorMapping:
-    """Return the mapping that changes the shape of a tensor and nothing else."""
-    return TensorMapping(
-        (ours,),
-        (theirs,),
-        "reshaped",
-        lambda tensors: [tensors[0].reshape(tuple(shape))],
-        lambda tensors: [tensors[0].reshape(tuple(original_shape))],
-    )

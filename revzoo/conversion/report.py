@@ -20,8 +20,8 @@ class TensorRow:
     Args:
         ours: keys in the converted network; empty if the original's tensor was dropped or is unused.
         theirs: keys in the original.
-        action: copied, renamed, tied, merged, reshaped, interpolated, initialised, dropped, or unused (`export` gives it
-            back).
+        action: copied, renamed, tied, merged, reshaped, shortened, interpolated, initialised, dropped, or unused (`export`
+            gives it back).
         shapes: of the tensors in the converted network.
         original_shapes: of the original's tensors, after an interpolation.
         original_dtypes: of the original's tensors, such as "float16"; empty where they are missing or dropped.

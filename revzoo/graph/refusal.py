@@ -13,9 +13,9 @@ from torch.fx import GraphModule
 
 from revzoo.analysis.dry_run import call
 from revzoo.analysis.fake_tensors import silence_failures
+from revzoo.block_steps.chain import get_step
 from revzoo.errors import InputError
 from revzoo.format import format_dtype
-from revzoo.in_place.chain import get_step
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.replaced_call import is_replaced
 

@@ -1,1 +1,1 @@
-"""Blocks of other people's networks as steps of a reversible chain, while the network's own code goes on calling them."""
+"""Networks of others changed where they stand: `reversible_`, `ordinary_` and `inplace_abn_`."""

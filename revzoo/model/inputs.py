@@ -5,8 +5,6 @@ from torch import Tensor
 
 from revzoo.device import has_value
 from revzoo.errors import InputError
-from revzoo.sharded import is_sharded
-from revzoo.host_copy import has_value
 from revzoo.spec.schema import ImageInput, Spec, TextInput
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 import revzoo
 from revzoo.checkpoint import files
-from revzoo.conversion import convert as convert_module
 from revzoo.errors import CheckpointError, ConversionError, InputError, UnknownNameError
 from revzoo.runtime import ReversibleChain
 from revzoo.runtime.coupling import momentum
@@ -108,34 +107,12 @@ def test_missing_and_extra_tensors_are_listed_and_refused_unless_strict_is_false
     assert (model.fuse.norm.bias == 0).all()
 
 
-def test_positions_of_another_resolution_are_interpolated_with_a_note(vit):
+def test_positions_of_another_resolution_are_interpolated_with_a_note(vit, tmp_path):
+    torch.save(vit.state_dict(), tmp_path / "w.pth")
     larger = VisionTransformer(img_size=24, patch_size=4, embed_dim=32, depth=3, num_heads=4, num_classes=7)
-    tensors = vit.state_dict()
-    path_of = {key: tensors[key] for key in tensors}
-    report = convert_module.convert(_with(larger, path_of))
+    report = revzoo.convert(larger, tmp_path / "w.pth")
     assert [row.note for row in report.rows if row.action == "interpolated"] == ["from (1, 17, 32) to (1, 37, 32)"]
     assert "interpolated: pos_embed (from (1, 17, 32)" in str(report)
-
-
-def _with(network: nn.Module, tensors):
-    """Return the network, which answers with other tensors than its own."""
-    network.state_dict = lambda *args, **kwargs: tensors
-    return network
-
-
-def test_the_folder_appears_complete_or_not_at_all(vit, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(revzoo.ConvertReport, "save", full)
-    with pytest.raises(InputError, match="rev cannot be written .*No space left on device.*; nothing of it is left"):
-        revzoo.convert(vit, out=tmp_path / "rev")
-    assert list(tmp_path.iterdir()) == []
-    monkeypatch.undo()
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine").touch()
-    with pytest.raises(InputError, match="is not an empty folder. Name another"):
-        revzoo.convert(vit, out=tmp_path / "full")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +131,7 @@ def test_the_folder_appears_complete_or_not_at_all(vit, tmp_path, monkeypatch):
         ({"source": "rev_vit_b"}, ConversionError, "rev_vit_b is reversible already. Give a published checkpoint"),
         ({"source": 3}, InputError, "A name, a folder or a module can be converted. Received: int"),
         ({"source": nn.Linear(2, 2)}, ConversionError, r"Linear \(Linear\) cannot be converted. What can: timm ViT, timm Swin"),
-        ({"source": "convnext_tiny", "weights": "w"}, ConversionError, "cannot be converted. What can"),
+        ({"source": "test_convnext", "weights": "w"}, ConversionError, "cannot be converted. What can"),
         ({"weights": "nowhere.safetensors"}, CheckpointError, "No weights file at nowhere.safetensors"),
     ],
 )
@@ -183,9 +160,9 @@ def test_an_unreachable_hub_is_named(monkeypatch):
         revzoo.convert("test_vit")
 
 
-@pytest.mark.parametrize(("depth", "most"), [(12, 0.15), pytest.param(24, 0.10, marks=pytest.mark.slow)])
-def test_the_default_start_keeps_a_small_part_of_what_the_ordinary_network_stores(depth, most):
-    """On a transformer with 192 channels, 197 tokens and batch 8; checkpointing every block keeps 0.22 and 0.17."""
+def test_the_default_start_keeps_a_small_part_of_what_the_ordinary_network_stores():
+    """On a transformer with 192 channels, 197 tokens and batch 8; checkpointing every block keeps 0.22."""
+    depth = 12
     with torch.device("meta"):
         batch = torch.randn(2, 8, 197, 192).unbind()
     model = revzoo.create("rev_vit_ti", overrides=[f"stages.0.depth={depth}"], device="meta")
@@ -194,7 +171,7 @@ def test_the_default_start_keeps_a_small_part_of_what_the_ordinary_network_store
     memory = revzoo.measure_memory(chain, batch)
     kept = (2 * depth - 1) * batch[0].numel()  # a byte per element and step; the first step needs none
     assert memory.after_forward_bytes - 2 * batch[0].nbytes == pytest.approx(kept, abs=100)
-    assert memory.activation_bytes / stored.activation_bytes <= most
+    assert memory.activation_bytes / stored.activation_bytes <= 0.15
 
 
 class Ordinary(nn.Module):
@@ -222,7 +199,6 @@ def test_reports_are_plain_data(vit):
         (lambda t: t.update({"head.bias": t["head.bias"].int()}), "head.bias of torch.int32 instead of torch.float32"),
         (lambda t: t.update({"head.bias": t["head.bias"] / 0}), "Values that are not finite are in head.bias"),
         (lambda t: t.update({"pos_embed": torch.ones(2, 17, 32)}), r"pos_embed \(2, 17, 32\) instead of \(1, 17, 32\)"),
-        (lambda t: [t.pop(key) for key in list(t) if "blocks.2." in key], "The file has 2 blocks in a row, the network 3"),
     ],
 )
 def test_tensors_of_another_kind_are_refused(change, message, vit, tmp_path):
@@ -233,17 +209,13 @@ def test_tensors_of_another_kind_are_refused(change, message, vit, tmp_path):
         revzoo.convert(vit, tmp_path / "w.pth")
 
 
-@pytest.mark.parametrize("count", [0, 21])
-def test_fewer_than_half_of_the_tensors_are_refused(count, vit, tmp_path):
-    torch.save(dict(list(vit.state_dict().items())[:count]) | {"foo": torch.ones(1)}, tmp_path / "w.pth")
-    with pytest.raises(ConversionError, match=rf"Only {count} of 44 tensors match; at least half are needed. Is this check"):
+def test_half_of_the_tensors_are_needed_without_strict(vit, tmp_path):
+    tensors = list(vit.state_dict().items())
+    torch.save(dict(tensors[:21]) | {"foo": torch.ones(1)}, tmp_path / "w.pth")
+    with pytest.raises(ConversionError, match=r"Only 21 of 44 tensors match; at least half are needed. Is this check"):
         revzoo.convert(vit, tmp_path / "w.pth", strict=False)
-
-
-def test_half_of_the_tensors_are_enough_without_strict(vit, tmp_path):
-    torch.save(dict(list(vit.state_dict().items())[:22]), tmp_path / "w.pth")
-    report = revzoo.convert(vit, tmp_path / "w.pth", strict=False)
-    assert report.counts == {"renamed": 22, "initialised": 22}
+    torch.save(dict(tensors[:22]), tmp_path / "w.pth")
+    assert revzoo.convert(vit, tmp_path / "w.pth", strict=False).counts == {"renamed": 22, "initialised": 22}
 
 
 def test_half_precision_is_widened_and_given_back(vit, tmp_path):
@@ -289,8 +261,9 @@ def test_wrong_folders_and_files_are_refused(vit, tmp_path):
         evaluate_checkpoint(folder)
     with pytest.raises(InputError, match=r"Exact arithmetic \(exact=True, kept_bits\) needs float32 or float64"):
         revzoo.create(folder, dtype=torch.bfloat16)
-    with pytest.raises(InputError, match=r"No folder can be made at .* Name another"):
-        revzoo.convert(vit, out=folder / "spec.yaml" / "deeper")
+    for out, message in ((folder / "spec.yaml" / "deeper", "No folder can be made at"), (folder, "is not an empty folder")):
+        with pytest.raises(InputError, match=rf"{message}.* Name another"):
+            revzoo.convert(vit, out=out)
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="its model.safetensors is missing. Convert again"):
         revzoo.create(folder)
@@ -299,10 +272,7 @@ def test_wrong_folders_and_files_are_refused(vit, tmp_path):
         revzoo.export(folder, tmp_path / "y.safetensors")
 
 
-DEEP = [pytest.param(depth, bits, marks=pytest.mark.slow) for depth, bits in ((24, 8), (48, 8), (24, 0), (12, 4), (48, 4))]
-
-
-@pytest.mark.parametrize(("depth", "bits"), [(12, 8), (12, 12), (12, 0), *DEEP])
+@pytest.mark.parametrize(("depth", "bits"), [(12, 8), (12, 0), pytest.param(48, 4, marks=pytest.mark.slow)])
 def test_a_converted_network_is_rebuilt_bit_for_bit_at_any_depth(depth, bits, rebuilds_exactly):
     torch.manual_seed(0)
     deep = VisionTransformer(img_size=8, patch_size=4, in_chans=1, embed_dim=8, depth=depth, num_heads=2, num_classes=3)

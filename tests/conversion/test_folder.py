@@ -17,8 +17,7 @@ import revzoo
 import zoo_cli
 from revzoo.checkpoint.folder import save_folder
 from revzoo.conversion import convert as convert_module
-from revzoo.errors import CheckpointError, InputError
-from revzoo.training.evaluation import evaluate_checkpoint
+from revzoo.errors import InputError
 
 
 def test_a_folder_that_every_command_takes_and_the_way_back(file, tmp_path, capsys):
@@ -59,12 +58,10 @@ def test_large_weights_are_in_several_files_and_the_way_back_reads_them(file, tm
     for name in (shards[0], "unused.safetensors"):
         with pytest.raises(InputError, match="is the converted network itself"):
             revzoo.export(out, out / name)
-    with pytest.raises(CheckpointError, match="does not say on which data to evaluate it"):
-        evaluate_checkpoint(out)
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o027])
-def test_colleagues_can_read_a_converted_network(file, tmp_path, umask):
+def test_colleagues_can_read_a_converted_network(file, tmp_path):
+    umask = 0o027
     before = os.umask(umask)
     try:
         revzoo.convert("test_vit", file, out=tmp_path / "new" / "rev")

@@ -21,7 +21,7 @@ LAYERS = [
     ("activation", "bijection", "hub", "invertible", "registry"),
     ("inplace_abn",),
     ("spec", "runtime", "parts"),
-    ("in_place",),
+    ("block_steps",),
     ("checkpoint",),
     ("model",),
     ("analysis", "data", "sharding"),
@@ -29,7 +29,7 @@ LAYERS = [
     ("display",),
     ("graph",),
     ("any_plan",),
-    ("conversion", "training"),
+    ("conversion", "in_place", "training"),
     ("timm", "commands"),
 ]
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -37,7 +37,7 @@ EXCEPTIONS = {("checkpoint", "runtime"), ("checkpoint", "parts")}  # files on di
 # Libraries that only these layers may import.
 HOMES = {
     "torch": set(RANKS) - {"bounds", "errors", "file", "format", "hub", "plugin", "registry", "spec"},
-    "timm": {"parts", "model", "analysis", "graph", "data", "conversion", "training", "commands"},
+    "timm": {"inplace_abn", "parts", "model", "analysis", "graph", "data", "conversion", "in_place", "training", "commands"},
     "onnxruntime": {"conversion"},
     "omegaconf": {"spec", "checkpoint", "training"},
     "yaml": {"spec", "checkpoint"},

@@ -8,9 +8,8 @@ from revzoo.conversion.sources.timm_mvit import TimmMViT
 from revzoo.conversion.sources.timm_resnet import TimmResNet
 from revzoo.conversion.sources.timm_swin import TimmSwin
 from revzoo.conversion.sources.timm_vit import TimmViT
-from revzoo.conversion.sources.transformers_bert import BERT, ROBERTA
+from revzoo.conversion.sources.transformers_bert import BERT, ELECTRA, ROBERTA
 from revzoo.conversion.sources.transformers_distilbert import DISTILBERT
-from revzoo.conversion.sources.transformers_electra import ELECTRA
 from revzoo.errors import ConversionError, join_names
 
 SOURCES: tuple[Source, ...] = (

@@ -11,7 +11,6 @@ from dataclasses import replace
 from math import isqrt
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from revzoo.conversion.mapping import TensorMapping, rename
@@ -60,13 +59,6 @@ class MMPretrain(PublishedSource):
         note = "The first row of positions is dropped: it belongs to the class token, which reaches no layer."
         return replace(network, notes=(*network.notes, note))
 
-    def map_tensors(self, description: Any) -> list[TensorMapping]:
-        """Return the mapping of every tensor, in the layout of the network's file; for a name, in the older one."""
-        mappings = super().map_tensors(description)
-        if not isinstance(description, PublishedNetwork) or description.has_class_token:
-            return mappings
-        return [rename(m.ours[0], _POSITIONS) if m.theirs == (_POSITIONS,) else m for m in mappings]
-
     def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: Grid | None = None) -> Tensor | None:
         """Return positions of a square grid interpolated to another grid, with a class token's row as it is; else None."""
         prefix = 0 if tensor.dim() == 3 and _is_square(tensor.shape[1]) else 1
@@ -79,20 +71,12 @@ class MMPretrain(PublishedSource):
             return dict(tensors), notes
         return {key if key.startswith("head.") else f"backbone.{key}": tensor for key, tensor in tensors.items()}, notes
 
-    def map_tensor(self, ours: str, theirs: str, tensor: Tensor) -> TensorMapping:
+    def map_tensor(self, ours: str, theirs: str, tensor: Tensor, description: Any) -> TensorMapping:
         """Return the mapping of one tensor; drops the class token's position embedding (all ones in the published files)."""
-        if theirs == _POSITIONS:
-            return TensorMapping((ours,), (theirs,), "reshaped", _drop_first_row, _prepend_ones)
+        if theirs == _POSITIONS and (not isinstance(description, PublishedNetwork) or description.has_class_token):
+            return TensorMapping((ours,), (theirs,), "shortened")
         return rename(ours, theirs)
 
 
 def _is_square(number: int) -> bool:
     return number > 0 and isqrt(number) ** 2 == number
-
-
-def _drop_first_row(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensors[0][:, 1:]]
-
-
-def _prepend_ones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.cat((torch.ones_like(tensors[0][:, :1]), tensors[0]), 1)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping, rename
 from revzoo.conversion.sources.base import Source, Tensors
-from revzoo.errors import ConversionError, UnknownNameError, join_names
+from revzoo.errors import ConversionError, UnknownNameError
 from revzoo.model.builder import build
 from revzoo.spec.edit import with_outputs
 from revzoo.spec.loading import load_spec
@@ -73,15 +73,9 @@ class PublishedSource(Source):
     def make_spec(self, description: Any, choice: CouplingChoice) -> dict[str, Any]:
         """Return the zoo's own spec as a mapping.
 
-        Raises: ConversionError: the spec is of another family or has parts that the source's networks do not have, or the
-            coupling is not the published one.
+        Raises: ConversionError: the spec has parts that the source's networks do not have.
         """
         spec = self._load_spec(description)
-        if not choice.is_additive:
-            raise ConversionError(
-                f"The networks of {self.name} were trained with the additive coupling; another one would change their "
-                f"function. Received: coupling={choice.name!r}. Use coupling='additive'."
-            )
         return {key: value for key, value in to_plain(spec).items() if key not in STATEMENTS and value is not None}
 
     def map_tensors(self, description: Any) -> list[TensorMapping]:
@@ -103,35 +97,26 @@ class PublishedSource(Source):
             place = next((place for place in layers if key.startswith(f"{place}.")), "")
             ours = layers.get(place, "") + key.removeprefix(place)
             theirs = next(re.sub(rule, name, ours, count=1) for rule, name in self.rules.items() if re.match(rule, ours))
-            mappings.append(self.map_tensor(key, theirs, tensor))
+            mappings.append(self.map_tensor(key, theirs, tensor, description))
         return mappings
 
-    def map_tensor(self, ours: str, theirs: str, tensor: Tensor) -> TensorMapping:
+    def map_tensor(self, ours: str, theirs: str, tensor: Tensor, description: Any) -> TensorMapping:
         """Return the mapping of one tensor.
 
         Args:
             ours: its key in the converted network.
             theirs: its key in the library, after `rules`.
             tensor: ours, on the meta device.
+            description: of the network.
         """
         return rename(ours, theirs)
 
     def _load_spec(self, description: str | Path | PublishedNetwork) -> Spec:
         """Return the spec, or raise ConversionError if the library has no such network."""
         spec = description.spec if isinstance(description, PublishedNetwork) else load_spec(description)
-        if spec.family not in self.families:
-            raise ConversionError(
-                f"{self.name} has networks of {join_names(self.families)}. Received: {spec.name} of {spec.family}. Name one of "
-                "these, for example rev_vit_b."
-            )
-        expected = {
-            "coupling": (spec.coupling.type, "additive"),
-            "split": (spec.split.type, "duplicate"),
-            "fuse": (spec.fuse.type, "concat"),
-            "head": (spec.head.type, "pooled_linear"),
-        }
-        for part, (received, allowed) in expected.items():
-            if received != allowed:
+        parts = {"coupling": "additive", "split": "duplicate", "fuse": "concat", "head": "pooled_linear"}
+        for part, allowed in parts.items():
+            if (received := getattr(spec, part).type) != allowed:
                 raise ConversionError(
                     f"{self.name} has networks whose {part} is {allowed}. Received: {spec.name}, whose {part} is {received}. "
                     "Convert to the published model's own spec, for example rev_vit_b."

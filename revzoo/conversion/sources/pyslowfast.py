@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from revzoo.conversion.mapping import TensorMapping, merge, rename, reshape
+from revzoo.conversion.mapping import TensorMapping, rename
 from revzoo.conversion.sources.base import Tensors
 from revzoo.conversion.sources.published import PublishedSource
 from revzoo.conversion.sources.tensors import Grid, resize_positions
@@ -49,23 +49,11 @@ class PySlowFast(PublishedSource):
             return resize_distances(tensor, shape)
         return resize_positions(tensor, shape, grid=grid) if key == "pos_embed" else None
 
-    def canonicalise(self, description: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
-        """Return a file's tensors with matrices of q, k and v together split into three, and a note on it."""
-        notes, separate = super().canonicalise(description, tensors)[1], dict[str, Tensor]()
-        for key, tensor in tensors.items():
-            if ".attn.qkv." in key:
-                separate |= {key.replace(".qkv.", f".{name}."): t for name, t in zip("qkv", tensor.chunk(3), strict=True)}
-            else:
-                separate[key] = tensor
-        if count := (len(separate) - len(tensors)) // 2:
-            notes.append(f"{count} tensors with queries, keys and values together (SEPARATE_QKV off) were split.")
-        return separate, notes
-
-    def map_tensor(self, ours: str, theirs: str, tensor: Tensor) -> TensorMapping:
+    def map_tensor(self, ours: str, theirs: str, tensor: Tensor, description: Any) -> TensorMapping:
         """Return the mapping of one tensor: q, k and v become one matrix, and kernels lose the dimension of time."""
         if ".attn.qkv." in theirs:
-            return merge(ours, [theirs.replace(".qkv.", f".{name}.") for name in "qkv"])
+            return TensorMapping((ours,), tuple(theirs.replace(".qkv.", f".{name}.") for name in "qkv"), "merged")
         if re.search(r"\.attn\.pool_[qkv]\.weight$", theirs):
             kernel = tensor.shape  # (C, 1, K, K); theirs is (C, 1, 1, K, K), over a single frame
-            return reshape(ours, theirs, kernel, (*kernel[:2], 1, *kernel[2:]))
+            return TensorMapping((ours,), (theirs,), "reshaped", tuple(kernel), (*kernel[:2], 1, *kernel[2:]))
         return rename(ours, theirs)

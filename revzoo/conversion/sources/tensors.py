@@ -1,5 +1,6 @@
 """Changes to tensors that several sources need: one matrix of queries, keys and values; positions of another resolution."""
 
+import re
 from collections.abc import Mapping, Sequence
 from math import isqrt
 
@@ -9,36 +10,23 @@ from torch import Tensor
 
 Grid = tuple[int, int]  # rows and columns of tokens
 
-_SEPARATE_NAMES = (("q", "k", "v"), ("q_proj", "k_proj", "v_proj"))
+_QUERY = re.compile(r"(^|\.)q(_proj)?(?=\.[^.]*$)")  # the module in a key
 
 
 def merge_qkv(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors with each X.q, X.k and X.v stacked as X.qkv, as timm has it, and a note on it.
 
-    A set stays as it is if one of the three is missing (such as biases of q and v alone), if their widths differ, or if X.qkv
-    is there already.
+    A set stays as it is if one of the three is missing (such as biases of q and v alone).
 
     Args:
         tensors: a state dict; X.q_proj, X.k_proj and X.v_proj are stacked as well.
     """
     result, count = dict(tensors), 0
     for key in tensors:
-        owner, _, leaf = key.rpartition(".")
-        parent, _, name = owner.rpartition(".")
-        names = next((names for names in _SEPARATE_NAMES if name == names[0]), None)
-        if names is None:
-            continue
-        prefix = f"{parent}." if parent else ""
-        keys, merged_key = [f"{prefix}{part}.{leaf}" for part in names], f"{prefix}qkv.{leaf}"
-        if merged_key in tensors or not all(part in tensors for part in keys):
-            continue
-        parts = [tensors[part] for part in keys]
-        if len({part.shape[1:] for part in parts}) > 1 or parts[0].ndim == 0:
-            continue
-        for part in keys:
-            del result[part]
-        result[merged_key] = torch.cat(parts)
-        count += 1
+        names = [_QUERY.sub(rf"\1{name}\2", key) for name in "qkv"]
+        if len({*names}) == 3 and all(name in tensors for name in names):
+            result[_QUERY.sub(r"\1qkv", key)] = torch.cat([result.pop(name) for name in names])
+            count += 1
     if not count:
         return result, []
     return result, [f"{3 * count} tensors of separate queries, keys and values were merged into {count} (qkv)"]

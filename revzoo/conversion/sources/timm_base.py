@@ -1,13 +1,15 @@
 """What the sources from timm share: how their modules are read, and what is refused."""
 
 import re
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from math import isclose
 from typing import Any, ClassVar
 
-from timm.layers import DropPath
+from timm.layers import DropPath, PatchEmbed
 from torch import Tensor, nn
 
+from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping, rename
 from revzoo.conversion.sources.base import IN_PLACE, Source, Tensors
 from revzoo.conversion.sources.tensors import merge_qkv
@@ -21,6 +23,56 @@ class TimmSource(Source):
     """One family of timm's networks; a description is a model, whose tensors may be on the meta device."""
 
     network_class: ClassVar[type[nn.Module]]
+    family: ClassVar[str]  # of the converted network
+    has_branches: ClassVar[bool] = True  # False: f is a block with its own residual
+    drops_transitions: ClassVar[bool] = False  # whether blocks with a rate of drop path become transitions
+
+    @abstractmethod
+    def check(self, network: Any) -> None:
+        """Raise ConversionError if the network as a whole has something that a spec cannot express."""
+
+    @abstractmethod
+    def list_rates(self, network: Any) -> list[float]:
+        """Return the rate of drop path of every block."""
+
+    @abstractmethod
+    def find_input(self, network: Any) -> tuple[nn.Conv2d, Sequence[int]]:
+        """Return the first convolution, and height and width of images."""
+
+    @abstractmethod
+    def describe_stem(self, network: Any) -> dict[str, Any]:
+        """Return the spec of the stem."""
+
+    @abstractmethod
+    def describe_stages(self, network: Any, choice: CouplingChoice) -> list[dict[str, Any]]:
+        """Return the spec of every stage, with f and g."""
+
+    @abstractmethod
+    def describe_head(self, network: Any) -> dict[str, Any]:
+        """Return the spec of the head."""
+
+    def make_spec(self, network: Any, choice: CouplingChoice) -> dict[str, Any]:
+        """Return the converted network's spec.
+
+        Raises: ConversionError: the original has something that a spec cannot express; the message names it.
+        """
+        self._refuse({f"the class {type(network).__name__}": type(network) is not self.network_class})
+        self.check(network)
+        (conv, size), stages = self.find_input(network), self.describe_stages(network, choice)
+        return {
+            "family": self.family,
+            "input": {"kind": "image", "channels": conv.in_channels, "size": list(size)},
+            "stem": {"width": conv.out_channels, **self.describe_stem(network)},
+            "split": "duplicate",
+            "block": {
+                "coupling": choice.describe(residual=self.has_branches),
+                **{part: stages[0][part] for part in ("f", "g") if part in stages[0]},
+                "drop_path": self._describe_drop_path(self.list_rates(network), self.drops_transitions),
+            },
+            "stages": stages,
+            "fuse": {"type": choice.fuse, "norm": self._name_norm(getattr(network, "norm", nn.Identity()))},
+            "head": self.describe_head(network),
+        }
 
     def handles(self, description: Any) -> bool:
         """Return whether this is a model of the family's class, or of a subclass, which `make_spec` then refuses."""
@@ -40,6 +92,23 @@ class TimmSource(Source):
                 f"{IN_PLACE}"
             )
 
+    def _require_classifier(self, layer: nn.Module) -> None:
+        absent = not isinstance(layer, nn.Linear)
+        self._refuse({"no classifier (num_classes=0; num_classes=N makes one, initialised at random)": absent})
+
+    def _require_patches(self, embed: Any) -> None:
+        """Raise ConversionError unless square patches cover images of one size."""
+        self._refuse({f"the patch embedding {type(embed).__name__}": type(embed) is not PatchEmbed})
+        sizes, patch = embed.img_size or (), embed.patch_size
+        self._refuse(
+            {
+                "no image size": not sizes,
+                "padded images (dynamic_img_pad)": embed.dynamic_img_pad,
+                f"oblong patches (patch_size {patch})": patch[0] != patch[1],
+                f"an image that patches do not cover (img_size {sizes})": any(side % patch[0] for side in sizes),
+            }
+        )
+
     def _name_norm(self, norm: nn.Module) -> str:
         """Return the name of a token norm in a spec: "layer_norm", "layer_norm_1e-5", or "none" for an Identity."""
         if isinstance(norm, nn.Identity):
@@ -55,7 +124,7 @@ class TimmSource(Source):
         self._refuse({f"the activation {act} (not GELU, ReLU or SiLU)": kind not in _ACTIVATIONS})
         return "gelu_tanh" if getattr(act, "approximate", "none") == "tanh" else _ACTIVATIONS[kind]
 
-    def _describe_drop_path(self, rates: Sequence[float], transitions: bool = False) -> dict[str, Any]:
+    def _describe_drop_path(self, rates: Sequence[float], transitions: bool) -> dict[str, Any]:
         """Return the rule of a spec that gives these drop path rates.
 
         Args:

@@ -4,6 +4,7 @@ Blocks that pool or widen become transitions, which are not reversible.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 from timm.models.mvitv2 import MultiScaleAttention, MultiScaleBlock, MultiScaleVit, checkpoint_filter_fn
@@ -43,41 +44,7 @@ class TimmMViT(TimmSource):
     """
 
     name = "timm MViTv2"
-    network_class = MultiScaleVit
-
-    def make_spec(self, network: Any, choice: CouplingChoice) -> dict[str, Any]:
-        """Return the converted network's spec.
-
-        Raises: ConversionError: the original has something that a spec cannot express; the message names it.
-        """
-        self._check(network)
-        blocks = [block for stage in network.stages for block in stage.blocks]
-        rates = [read_rate(block.drop_path1) for block in blocks]
-        grouped = self._group_blocks(network)
-        pairs = any(len(stage.transition) > 1 for stage in grouped)
-        self._refuse({"drop_path_rate where two blocks become one transition (expand_attn=False)": pairs and max(rates)})
-        stages = [self._describe_stage(stage, choice) for stage in grouped]
-        return {
-            "family": "rev_mvit",
-            "input": {"kind": "image", "channels": network.patch_embed.proj.in_channels, "size": self._infer_size(network)},
-            "stem": {
-                "type": "overlap_patch_embed",
-                "width": network.patch_embed.proj.out_channels,
-                "kernel": network.patch_embed.proj.kernel_size[0],
-                "stride": network.patch_embed.proj.stride[0],
-                "position": "none" if network.pos_embed is None else "learned",
-            },
-            "split": "duplicate",
-            "block": {
-                "coupling": choice.describe(residual=True),
-                "f": stages[0]["f"],
-                "g": stages[0]["g"],
-                "drop_path": self._describe_drop_path([0.0] if pairs else rates, transitions=True),
-            },
-            "stages": stages,
-            "fuse": {"type": choice.fuse, "norm": self._name_norm(network.norm)},
-            "head": self._describe_head(network),
-        }
+    network_class, family, drops_transitions = MultiScaleVit, "rev_mvit", True
 
     def canonicalise(self, network: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors under timm's names, also those of a file of facebookresearch/mvit, and notes on changes."""
@@ -106,8 +73,9 @@ class TimmMViT(TimmSource):
         """Return embeddings of relative positions interpolated as timm does; None for another tensor."""
         return resize_distances(tensor, shape) if key.endswith(("rel_pos_h", "rel_pos_w")) else None
 
-    def _check(self, mvit: Any) -> None:
-        self._refuse({f"the class {type(mvit).__name__}": type(mvit) is not MultiScaleVit})
+    def check(self, mvit: Any) -> None:
+        """Raise ConversionError for stems, blocks and pooling that a spec does not have."""
+        self._require_classifier(mvit.head.fc)
         proj = mvit.patch_embed.proj
         (kernel, _), (stride, _) = proj.kernel_size, proj.stride
         square = proj.kernel_size == (kernel, kernel) and proj.stride == (stride, stride)
@@ -117,9 +85,6 @@ class TimmMViT(TimmSource):
                 "patches that are oblong, have even sides, or are not padded by half of them (patch_kernel, patch_stride, "
                 "patch_padding)": not square or not kernel % 2 or proj.padding != (kernel // 2, kernel // 2),
                 f"pooling {mvit.global_pool!r} (global_pool)": mvit.global_pool not in ("avg", ""),
-                "no classifier (num_classes=0; num_classes=N makes one, initialised at random)": not isinstance(
-                    mvit.head.fc, nn.Linear
-                ),
                 "drop_rate before a classifier of tokens": not mvit.global_pool and read_rate(mvit.head.drop),
             }
         )
@@ -203,19 +168,33 @@ class TimmMViT(TimmSource):
             transition |= {"widening_heads": theirs["heads"], "widening_kv_stride": theirs["kv_stride"]}
         return {**built, "transition": transition}
 
-    def _infer_size(self, mvit: Any) -> list[int]:
-        """Return the image size; timm keeps only the grid of the first stage."""
-        first, stride = mvit.stages[0], mvit.patch_embed.proj.stride[0]
-        pooled = first.blocks[0].attn.pool_q.stride[0]
-        size = [side * pooled * stride for side in first.feat_size]
-        for stage in mvit.stages[1:]:
-            step = stage.blocks[0].attn.pool_q.stride[0]
-            stride *= step
-        uneven = any(side % (stride * pooled) for side in size)
-        self._refuse({f"a grid whose sides are not multiples of the strides ({size[0]}x{size[1]} pixels)": uneven})
-        return size
+    def list_rates(self, mvit: Any) -> list[float]:
+        """Return the rate of drop path of every block."""
+        rates = [read_rate(block.drop_path1) for stage in mvit.stages for block in stage.blocks]
+        pairs = any(len(stage.transition) > 1 for stage in self._group_blocks(mvit))
+        self._refuse({"drop_path_rate where two blocks become one transition (expand_attn=False)": pairs and max(rates)})
+        return rates
 
-    def _describe_head(self, mvit: Any) -> dict[str, Any]:
+    def find_input(self, mvit: Any) -> tuple[nn.Conv2d, Sequence[int]]:
+        """Return the first convolution, and height and width of images; timm keeps only the grid of the first stage."""
+        conv, strides = mvit.patch_embed.proj, [stage.blocks[0].attn.pool_q.stride[0] for stage in mvit.stages]
+        size = [side * strides[0] * conv.stride[0] for side in mvit.stages[0].feat_size]
+        uneven = any(side % (conv.stride[0] * prod(strides)) for side in size)
+        self._refuse({f"a grid whose sides are not multiples of the strides ({size[0]}x{size[1]} pixels)": uneven})
+        return conv, size
+
+    def describe_stem(self, mvit: Any) -> dict[str, Any]:
+        """Return the spec of the patch embedding."""
+        conv, position = mvit.patch_embed.proj, "none" if mvit.pos_embed is None else "learned"
+        sizes = {"kernel": conv.kernel_size[0], "stride": conv.stride[0]}
+        return {"type": "overlap_patch_embed", **sizes, "position": position}
+
+    def describe_stages(self, mvit: Any, choice: CouplingChoice) -> list[dict[str, Any]]:
+        """Return the spec of every stage, whose first blocks are a transition."""
+        return [self._describe_stage(stage, choice) for stage in self._group_blocks(mvit)]
+
+    def describe_head(self, mvit: Any) -> dict[str, Any]:
+        """Return the spec of the classifier, of the image or of tokens."""
         if not mvit.global_pool:
             return {"type": "token_linear", "norm": "none", "outputs": mvit.num_classes}
         return {"type": "pooled_linear", "pool": "mean", "dropout": read_rate(mvit.head.drop), "outputs": mvit.num_classes}

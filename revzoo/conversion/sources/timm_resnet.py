@@ -34,37 +34,7 @@ class TimmResNet(TimmSource):
     """
 
     name = "timm ResNet"
-    network_class = ResNet
-
-    def make_spec(self, network: Any, choice: CouplingChoice) -> dict[str, Any]:
-        """Return the converted network's spec.
-
-        Raises: ConversionError: the original has something that a spec cannot express; the message names it.
-        """
-        self._check(network)
-        layers = [getattr(network, layer) for layer in _LAYERS]
-        rates = [read_rate(block.drop_path) for layer in layers for block in layer]
-        stages = [self._describe_stage(name, layer, choice) for name, layer in zip(_LAYERS, layers, strict=True)]
-        cfg = getattr(network, "pretrained_cfg", None) or {}
-        return {
-            "family": "rev_resnet",
-            "input": {"kind": "image", "channels": network.conv1.in_channels, "size": list(cfg.get("input_size", _SIZE)[1:])},
-            "stem": {"type": "resnet", "width": network.conv1.out_channels, "momentum": network.bn1.momentum},
-            "split": "duplicate",
-            "block": {
-                "coupling": choice.describe(residual=False),
-                "f": stages[0]["f"],
-                "drop_path": self._describe_drop_path(rates, transitions=True),
-            },
-            "stages": stages,
-            "fuse": {"type": choice.fuse, "norm": "none"},
-            "head": {
-                "type": "pooled_linear",
-                "pool": _POOLS[network.global_pool.pool_type],
-                "dropout": network.drop_rate,
-                "outputs": network.num_classes,
-            },
-        }
+    network_class, family, has_branches, drops_transitions = ResNet, "rev_resnet", False, True
 
     def canonicalise(self, network: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors, and 0 for the counts of batches that files from before PyTorch 0.4.1 lack."""
@@ -84,8 +54,9 @@ class TimmResNet(TimmSource):
                 rules[rf"{name}\.{j}\b"] = f"stages.{i}.{place}"
         return self._rename_keys(network.state_dict(), rules)
 
-    def _check(self, resnet: ResNet) -> None:
-        self._refuse({f"the class {type(resnet).__name__}": type(resnet) is not ResNet})
+    def check(self, resnet: ResNet) -> None:
+        """Raise ConversionError for stems, norms, activations and pooling that a spec does not have."""
+        self._require_classifier(resnet.fc)
         conv, pool = resnet.conv1, resnet.maxpool
         self._refuse({"a deep stem (stem_type)": not isinstance(conv, nn.Conv2d)})
         pools = isinstance(pool, nn.MaxPool2d) and (pool.kernel_size, pool.stride, pool.padding) == (3, 2, 1)
@@ -94,9 +65,6 @@ class TimmResNet(TimmSource):
                 "a stem that is not a 7x7 convolution of stride 2": not _is_conv(conv, 7, 2),
                 "a pooling in the stem that is not 3x3 with stride 2 (replace_stem_pool, aa_layer)": not pools,
                 f"pooling {resnet.global_pool.pool_type!r} (global_pool)": resnet.global_pool.pool_type not in _POOLS,
-                "no classifier (num_classes=0; num_classes=N makes one, initialised at random)": not isinstance(
-                    resnet.fc, nn.Linear
-                ),
             }
         )
         norms = [norm for norm in resnet.modules() if isinstance(norm, nn.BatchNorm2d)]
@@ -107,6 +75,27 @@ class TimmResNet(TimmSource):
         self._refuse({"BatchNorm without momentum": any(norm.momentum is None for norm in norms)})
         kinds = {type(act).__name__ for block in _list_blocks(resnet) for act in (block.act1, block.act2) if not _is_relu(act)}
         self._refuse({f"the activation {', '.join(sorted(kinds))} (not ReLU)": kinds or not _is_relu(resnet.act1)})
+
+    def list_rates(self, resnet: Any) -> list[float]:
+        """Return the rate of drop path of every block."""
+        return [read_rate(block.drop_path) for block in _list_blocks(resnet)]
+
+    def find_input(self, resnet: Any) -> tuple[nn.Conv2d, Sequence[int]]:
+        """Return the first convolution, and height and width of images."""
+        return resnet.conv1, (getattr(resnet, "pretrained_cfg", None) or {}).get("input_size", _SIZE)[1:]
+
+    def describe_stem(self, resnet: Any) -> dict[str, Any]:
+        """Return the spec of the first convolution and the pooling."""
+        return {"type": "resnet", "momentum": resnet.bn1.momentum}
+
+    def describe_stages(self, resnet: Any, choice: CouplingChoice) -> list[dict[str, Any]]:
+        """Return the spec of every layer, whose first block is a transition if it changes width or size."""
+        return [self._describe_stage(name, getattr(resnet, name), choice) for name in _LAYERS]
+
+    def describe_head(self, resnet: Any) -> dict[str, Any]:
+        """Return the spec of the pooling and the classifier."""
+        pool, outputs = _POOLS[resnet.global_pool.pool_type], resnet.num_classes
+        return {"type": "pooled_linear", "pool": pool, "dropout": resnet.drop_rate, "outputs": outputs}
 
     def _describe_stage(self, name: str, layer: Any, choice: CouplingChoice) -> dict[str, Any]:
         first, parts = layer[0], [self._describe_unit(block) for block in layer]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from timm.layers import ClassifierHead, Mlp, PatchEmbed
+from timm.layers import ClassifierHead, Mlp
 from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock, WindowAttention
 from torch import Tensor, nn
 
@@ -58,47 +58,7 @@ class TimmSwin(TimmSource):
     """
 
     name = "timm Swin"
-    network_class = SwinTransformer
-
-    def make_spec(self, network: Any, choice: CouplingChoice) -> dict[str, Any]:
-        """Return the converted network's spec.
-
-        Raises: ConversionError: the original has something that a spec cannot express; the message names it.
-        """
-        self._check(network)
-        rates = [read_rate(block.drop_path1) for layer in network.layers for block in layer.blocks]
-        stages = [self._describe_stage(layer, choice) for layer in network.layers]
-        shared = stages[0]
-        return {
-            "family": "rev_swin",
-            "input": {
-                "kind": "image",
-                "channels": network.patch_embed.proj.in_channels,
-                "size": list(network.patch_embed.img_size),
-            },
-            "stem": {
-                "type": "patch_embed",
-                "width": network.patch_embed.proj.out_channels,
-                "patch": network.patch_embed.patch_size[0],
-                "norm": self._name_norm(network.patch_embed.norm),
-                "position": "none",
-            },
-            "split": "duplicate",
-            "block": {
-                "coupling": choice.describe(residual=True),
-                "f": shared["f"],
-                "g": shared["g"],
-                "drop_path": self._describe_drop_path(rates),
-            },
-            "stages": stages,
-            "fuse": {"type": choice.fuse, "norm": self._name_norm(network.norm)},
-            "head": {
-                "type": "pooled_linear",
-                "pool": _POOLS[network.head.global_pool.pool_type],
-                "dropout": read_rate(network.head.drop),
-                "outputs": network.num_classes,
-            },
-        }
+    network_class, family = SwinTransformer, "rev_swin"
 
     def canonicalise(self, network: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors under timm's names, also those of a file of Microsoft, and notes on what was changed."""
@@ -119,30 +79,45 @@ class TimmSwin(TimmSource):
         """Return position biases interpolated to another square window as timm does; None for another tensor."""
         return resize_biases(tensor, shape) if key.endswith("relative_position_bias_table") else None
 
-    def _check(self, swin: Any) -> None:
-        embed = swin.patch_embed
-        self._refuse({f"the class {type(swin).__name__}": type(swin) is not SwinTransformer})
-        self._refuse({f"the patch embedding {type(embed).__name__}": type(embed) is not PatchEmbed})
+    def check(self, swin: Any) -> None:
+        """Raise ConversionError for stems, merging and pooling that a spec does not have."""
+        self._require_patches(swin.patch_embed)
         self._refuse({f"a head of class {type(swin.head).__name__}": type(swin.head) is not ClassifierHead})
-        sizes, patch = embed.img_size or (), embed.patch_size
+        self._require_classifier(swin.head.fc)
         pooling = swin.head.global_pool.pool_type  # swin.global_pool may differ from it after reset_classifier
-        merges = [layer.downsample for layer in swin.layers]
-        norms = [embed.norm, *(merge.norm for merge in merges if isinstance(merge, PatchMerging))]
+        first, *merges = [layer.downsample for layer in swin.layers]
+        merging = isinstance(first, nn.Identity) and all(isinstance(merge, PatchMerging) for merge in merges)
         self._refuse(
             {
-                "variable image sizes (strict_img_size=False)": not embed.strict_img_size or not sizes,
-                f"oblong patches (patch_size {patch})": patch[0] != patch[1],
-                f"an image that patches do not cover (img_size {sizes})": any(side % patch[0] for side in sizes),
-                "layers that do not merge patches at their beginning": not isinstance(merges[0], nn.Identity)
-                or not all(isinstance(merge, PatchMerging) for merge in merges[1:]),
+                "variable image sizes (strict_img_size=False)": not swin.patch_embed.strict_img_size,
+                "layers that do not merge patches at their beginning": not merging,
                 f"pooling {pooling!r} (global_pool)": pooling not in _POOLS,
-                "no classifier (num_classes=0; num_classes=N makes one, initialised at random)": not isinstance(
-                    swin.head.fc, nn.Linear
-                ),
             }
         )
-        kinds = {self._name_norm(norm) for norm in norms}
+        kinds = {self._name_norm(norm) for norm in (swin.patch_embed.norm, *(merge.norm for merge in merges))}
         self._refuse({"norms of patches whose eps is not 1e-5": kinds != {"layer_norm_1e-5"}})
+
+    def list_rates(self, swin: Any) -> list[float]:
+        """Return the rate of drop path of every block."""
+        return [read_rate(block.drop_path1) for layer in swin.layers for block in layer.blocks]
+
+    def find_input(self, swin: Any) -> tuple[nn.Conv2d, Sequence[int]]:
+        """Return the first convolution, and height and width of images."""
+        return swin.patch_embed.proj, swin.patch_embed.img_size
+
+    def describe_stem(self, swin: Any) -> dict[str, Any]:
+        """Return the spec of the patch embedding."""
+        patch, norm = swin.patch_embed.patch_size[0], self._name_norm(swin.patch_embed.norm)
+        return {"type": "patch_embed", "patch": patch, "norm": norm, "position": "none"}
+
+    def describe_stages(self, swin: Any, choice: CouplingChoice) -> list[dict[str, Any]]:
+        """Return the spec of every layer, whose merging of patches is a transition."""
+        return [self._describe_stage(layer, choice) for layer in swin.layers]
+
+    def describe_head(self, swin: Any) -> dict[str, Any]:
+        """Return the spec of the pooling and the classifier."""
+        pool, dropout = _POOLS[swin.head.global_pool.pool_type], read_rate(swin.head.drop)
+        return {"type": "pooled_linear", "pool": pool, "dropout": dropout, "outputs": swin.num_classes}
 
     def _describe_stage(self, layer: Any, choice: CouplingChoice) -> dict[str, Any]:
         sides = layer.input_resolution

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from timm.layers import Attention, LayerScale, Mlp, PatchEmbed
+from timm.layers import Attention, LayerScale, Mlp
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
@@ -41,32 +41,7 @@ class TimmViT(TimmSource):
     """
 
     name = "timm ViT"
-    network_class = VisionTransformer
-
-    def make_spec(self, network: Any, choice: CouplingChoice) -> dict[str, Any]:
-        """Return the converted network's spec.
-
-        Raises: ConversionError: the original has something that a spec cannot express; the message names it.
-        """
-        self._check(network)
-        f, g = (
-            self._require_same("blocks", map(read, network.blocks)) for read in (self._describe_attention, self._describe_mlp)
-        )
-        rates = [read_rate(block.drop_path1) for block in network.blocks]
-        return {
-            "family": "rev_vit",
-            "input": {
-                "kind": "image",
-                "channels": network.patch_embed.proj.in_channels,
-                "size": list(network.patch_embed.img_size),
-            },
-            "stem": self._describe_stem(network),
-            "split": "duplicate",
-            "block": {"coupling": choice.describe(residual=True), "f": f, "g": g, "drop_path": self._describe_drop_path(rates)},
-            "stages": [{"depth": len(network.blocks), "width": network.embed_dim}],
-            "fuse": {"type": choice.fuse, "norm": self._name_norm(network.norm)},
-            "head": self._describe_head(network),
-        }
+    network_class, family = VisionTransformer, "rev_vit"
 
     def canonicalise(self, network: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors under timm's names: one matrix for queries, keys and values; gamma_1 as ls1.gamma.
@@ -106,49 +81,51 @@ class TimmViT(TimmSource):
         candidates = (resize_positions(tensor, shape, prefix, grid) for prefix in (0, 1))
         return next((resized for resized in candidates if resized is not None), None)
 
-    def _check(self, vit: VisionTransformer) -> None:
-        kind, embed = type(vit), vit.patch_embed
-        self._refuse({"a distillation token": hasattr(vit, "dist_token")})
-        self._refuse({f"the class {kind.__name__}": kind is not VisionTransformer})
-        self._refuse({f"the patch embedding {type(embed).__name__}": type(embed) is not PatchEmbed})
+    def check(self, vit: VisionTransformer) -> None:
+        """Raise ConversionError for tokens, norms and pooling that a spec does not have."""
+        self._require_patches(vit.patch_embed)
+        self._require_classifier(vit.head)
         self._refuse({f"blocks of class {type(block).__name__}": type(block) is not Block for block in vit.blocks})
-        sizes, patch = embed.img_size or (), embed.patch_size
         self._refuse(
             {
                 f"register tokens (reg_tokens={vit.num_reg_tokens})": vit.num_reg_tokens,
-                "no image size": not sizes,
-                "padded images (dynamic_img_pad)": embed.dynamic_img_pad,
-                f"oblong patches (patch_size {patch})": patch[0] != patch[1],
-                f"an image that patches do not cover (img_size {sizes})": any(side % patch[0] for side in sizes),
-                "a patch embedding without bias": embed.proj.bias is None,
+                "a patch embedding without bias": vit.patch_embed.proj.bias is None,
                 "a norm before the blocks (pre_norm)": not isinstance(vit.norm_pre, nn.Identity),
                 f"pooling {vit.global_pool!r} (global_pool)": vit.global_pool not in {*_POOLS, ""},
                 "fc_norm without pooling": not vit.global_pool and not isinstance(vit.fc_norm, nn.Identity),
-                "no classifier (num_classes=0; num_classes=N makes one, initialised at random)": not isinstance(
-                    vit.head, nn.Linear
-                ),
                 "pos_drop_rate": read_rate(vit.pos_drop),
                 "patch_drop_rate": not isinstance(vit.patch_drop, nn.Identity),
             }
         )
 
-    def _describe_stem(self, vit: VisionTransformer) -> dict[str, Any]:
-        positioned = vit.pos_embed is not None
+    def list_rates(self, vit: Any) -> list[float]:
+        """Return the rate of drop path of every block."""
+        return [read_rate(block.drop_path1) for block in vit.blocks]
+
+    def find_input(self, vit: Any) -> tuple[nn.Conv2d, Sequence[int]]:
+        """Return the first convolution, and height and width of images."""
+        return vit.patch_embed.proj, vit.patch_embed.img_size
+
+    def describe_stem(self, vit: Any) -> dict[str, Any]:
+        """Return the spec of the patch embedding, with its token and positions."""
+        norm, positioned = self._name_norm(vit.patch_embed.norm), vit.pos_embed is not None
+        self._refuse({f"the patch embedding's norm {vit.patch_embed.norm} (not one of eps 1e-5)": norm == "layer_norm"})
         return {
             "type": "patch_embed",
-            "width": vit.embed_dim,
             "patch": vit.patch_embed.patch_size[0],
-            "norm": self._name_stem_norm(vit.patch_embed.norm),
+            "norm": norm,
             "class_token": vit.has_class_token,
             "position": ("patches" if vit.has_class_token and vit.no_embed_class else "learned") if positioned else "none",
         }
 
-    def _name_stem_norm(self, norm: nn.Module) -> str:
-        name = self._name_norm(norm)
-        self._refuse({f"the patch embedding's norm {norm} (not one of eps 1e-5)": name == "layer_norm"})
-        return name
+    def describe_stages(self, vit: Any, choice: CouplingChoice) -> list[dict[str, Any]]:
+        """Return the spec of the one stage."""
+        attentions, mlps = map(self._describe_attention, vit.blocks), map(self._describe_mlp, vit.blocks)
+        f, g = self._require_same("blocks", attentions), self._require_same("blocks", mlps)
+        return [{"depth": len(vit.blocks), "width": vit.embed_dim, "f": f, "g": g}]
 
-    def _describe_head(self, vit: VisionTransformer) -> dict[str, Any]:
+    def describe_head(self, vit: Any) -> dict[str, Any]:
+        """Return the spec of the pooling and the classifier, or of a classifier of tokens."""
         if not vit.global_pool:
             self._refuse({"drop_rate before a classifier of tokens": read_rate(vit.head_drop)})
             return {"type": "token_linear", "norm": "none", "outputs": vit.num_classes}

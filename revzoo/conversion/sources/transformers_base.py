@@ -8,14 +8,14 @@ positions are counted. Without an attention mask it does not attend to padding, 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from revzoo.conversion.choice import CouplingChoice
-from revzoo.conversion.mapping import TensorMapping, rename, rename_module, set_aside, tie
+from revzoo.conversion.mapping import TensorMapping, rename, rename_module
 from revzoo.conversion.sources.base import IN_PLACE, Source, Tensors, find_mlp_ratio
 from revzoo.errors import ConversionError, did_you_mean, join_names
 
@@ -50,6 +50,16 @@ _ALLOWED = {  # the only values that can be converted
     "position_embedding_type": ("absolute", None),
     "pruned_heads": ({}, None),
 }
+_ATTENTION = ("self.query", "self.key", "self.value", "output.dense", "output.LayerNorm")
+_MODULES = {
+    **{f"f.{name}": f"attention.{name}" for name in _ATTENTION},
+    **{f"g.{name}": name for name in ("intermediate.dense", "output.dense", "output.LayerNorm")},
+}
+_CLASSIFIERS: tuple[Task, ...] = ("ForSequenceClassification", "ForTokenClassification")
+_HEADS: dict[Task, dict[str, str]] = {
+    "ForTokenClassification": {"head.linear": "classifier"},
+    "ForQuestionAnswering": {"head.linear": "qa_outputs"},
+}
 _TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 _UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.weight", "pooler.dense.bias")
 
@@ -58,7 +68,8 @@ _UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense
 class TransformersEncoder(Source):
     """One family of encoders.
 
-    "Their" keys and modules are without the family's prefix in `blocks` and `modules`, and whole everywhere else.
+    "Their" keys and modules are without the family's prefix in `blocks` and `modules`, and whole everywhere else. What has a
+    default here is as in BERT, if a family does not say otherwise.
 
     Args:
         name: for reports and messages.
@@ -68,7 +79,7 @@ class TransformersEncoder(Source):
         padding: id of the padding token, if the configuration has none.
         blocks: their list of blocks.
         modules: their modules of a block, by ours.
-        heads: their modules of the head, by ours, for every task but "Model" that can be converted.
+        heads: their modules of the head, by ours, for every task that can be converted, besides those that all name alike.
         lm_bias: their key of the masked language model's bias.
         lm_decoder: their last layer of it, whose weight is the table of embeddings.
         unused: their modules, by task, that the converted network has no place for and that `revzoo export` gives back.
@@ -80,7 +91,7 @@ class TransformersEncoder(Source):
         dropouts: settings with the dropout before the last layer, by task; there is none for the tasks left out.
         attention_output_dropout: whether there is dropout after the attention's last layer.
         settings: their names of settings, by BERT's.
-        defaults: of settings whose default is not BERT's.
+        defaults: of settings.
     """
 
     name: str
@@ -88,20 +99,23 @@ class TransformersEncoder(Source):
     prefix: str
     classes: Mapping[str, str]
     padding: int
-    blocks: str
-    modules: Mapping[str, str]
     heads: Mapping[Task, Mapping[str, str]]
     lm_bias: str
     lm_decoder: str
-    unused: Mapping[Task, Sequence[str]]
-    dropouts: Mapping[Task, str]
-    classifier: Mapping[str, str]
+    blocks: str = "encoder.layer"
+    modules: Mapping[str, str] = field(default_factory=lambda: _MODULES)
+    dropouts: Mapping[Task, str] = field(default_factory=lambda: dict.fromkeys(_CLASSIFIERS, "classifier_dropout"))
+    unused: Mapping[Task, Sequence[str]] = field(default_factory=dict)
+    classifier: Mapping[str, str] = field(default_factory=dict)
     counts_after_padding: bool = False
     has_pooler: bool = False
     lm_act: str | None = None
     attention_output_dropout: bool = True
-    settings: Mapping[str, str] | None = None
-    defaults: Mapping[str, Any] | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "heads", {**_HEADS, **self.heads})
 
     def handles(self, description: Any) -> bool:
         """Return whether this is a configuration of the family."""
@@ -210,8 +224,10 @@ class TransformersEncoder(Source):
         at = "" if task == "Model" else f"{self.prefix}."
         for table in _TABLES if config["type_vocab_size"] else _TABLES[:2]:
             key = f"{at}embeddings.{table}.weight"
-            copies = [f"{self.lm_decoder}.weight"] if table == _TABLES[0] and self._scores_ids(task) else []
-            yield tie(f"stem.{table}.weight", [key, *copies]) if copies else rename(f"stem.{table}.weight", key)
+            if table == _TABLES[0] and self._scores_ids(task):
+                yield TensorMapping((f"stem.{table}.weight",), (key, f"{self.lm_decoder}.weight"), "tied")
+            else:
+                yield rename(f"stem.{table}.weight", key)
         yield from rename_module("stem.LayerNorm", f"{at}embeddings.LayerNorm")
         if config["embedding_size"] != config["hidden_size"]:
             yield from rename_module("stem.embeddings_project", f"{at}embeddings_project")
@@ -226,8 +242,9 @@ class TransformersEncoder(Source):
             elif theirs == f"{self.lm_decoder}.bias":
                 yield rename(ours, theirs)
             else:
-                yield tie(ours, [theirs, f"{self.lm_decoder}.bias"])
-        yield from (set_aside(f"{module}.{name}") for module in self.unused.get(task, ()) for name in ("weight", "bias"))
+                yield TensorMapping((ours,), (theirs, f"{self.lm_decoder}.bias"), "tied")
+        for module in self.unused.get(task, ()):
+            yield from (TensorMapping((), (f"{module}.{name}",), "unused") for name in ("weight", "bias"))
 
     def _scores_ids(self, task: Task) -> bool:
         """Return whether the head of a task scores the ids of the vocabulary, with the table of embeddings."""
@@ -291,8 +308,6 @@ class TransformersEncoder(Source):
 
     def _resolve(self, description: Config) -> tuple[dict[str, Any], Task]:
         """Return the configuration under BERT's names, with all defaults, and the task of its class; or raise an error."""
-        if not self.handles(description):
-            raise self._make_error("model_type", description.get("model_type"), join_names(sorted(self.classes)))
         if absent := [self._name(key) for key in _SIZES if not isinstance(self._read(description, key), int)]:
             raise self._make_error(join_names(absent), "none", "integers in the configuration")
         config = {key: self._read(description, key) for key in (*_SIZES, *_DEFAULTS)}
@@ -316,11 +331,11 @@ class TransformersEncoder(Source):
 
     def _name(self, key: str) -> str:
         """Return the family's name of one of BERT's settings."""
-        return (self.settings or {}).get(key, key)
+        return self.settings.get(key, key)
 
     def _read(self, description: Config, key: str) -> Any:
         """Return the value of one of BERT's settings, by default that of Transformers."""
-        return description.get(self._name(key), {**_DEFAULTS, **(self.defaults or {})}.get(key))
+        return description.get(self._name(key), {**_DEFAULTS, **self.defaults}.get(key))
 
     def _find_task(self, description: Config) -> Task:
         stem = self.classes[description["model_type"]]

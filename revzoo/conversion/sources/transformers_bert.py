@@ -1,22 +1,13 @@
-"""Transformers' BERT and RoBERTa, and those whose networks are the same: XLM-RoBERTa, CamemBERT."""
+"""Transformers' BERT and RoBERTa, and those whose blocks are the same: XLM-RoBERTa, CamemBERT, ELECTRA."""
 
-from revzoo.conversion.sources.transformers_base import Task, TransformersEncoder
-
-_ATTENTION = ("self.query", "self.key", "self.value", "output.dense", "output.LayerNorm")
-MODULES = {
-    **{f"f.{name}": f"attention.{name}" for name in _ATTENTION},
-    **{f"g.{name}": name for name in ("intermediate.dense", "output.dense", "output.LayerNorm")},
-}
-DROPOUTS: dict[Task, str] = {
-    "ForSequenceClassification": "classifier_dropout",
-    "ForTokenClassification": "classifier_dropout",
-}
+from revzoo.conversion.sources.transformers_base import TransformersEncoder
 
 _BERT_LM = {
     "head.dense": "cls.predictions.transform.dense",
     "head.layer_norm": "cls.predictions.transform.LayerNorm",
     "head.bias": "cls.predictions.bias",
 }
+_CLASSIFIER = {"head.dense": "classifier.dense", "head.out_proj": "classifier.out_proj"}
 
 BERT = TransformersEncoder(
     name="Transformers BERT",
@@ -24,20 +15,14 @@ BERT = TransformersEncoder(
     prefix="bert",
     classes={"bert": "Bert"},
     padding=0,
-    blocks="encoder.layer",
-    modules=MODULES,
     heads={
         "ForPreTraining": _BERT_LM,
         "ForMaskedLM": _BERT_LM,
         "ForSequenceClassification": {"head.dense": "bert.pooler.dense", "head.out_proj": "classifier"},
-        "ForTokenClassification": {"head.linear": "classifier"},
-        "ForQuestionAnswering": {"head.linear": "qa_outputs"},
     },
     lm_bias="cls.predictions.bias",
     lm_decoder="cls.predictions.decoder",
     unused={"ForPreTraining": ("bert.pooler.dense", "cls.seq_relationship")},
-    dropouts=DROPOUTS,
-    classifier={},
     has_pooler=True,
 )
 ROBERTA = TransformersEncoder(
@@ -46,20 +31,37 @@ ROBERTA = TransformersEncoder(
     prefix="roberta",
     classes={"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"},
     padding=1,
-    blocks="encoder.layer",
-    modules=MODULES,
     heads={
         "ForMaskedLM": {"head.dense": "lm_head.dense", "head.layer_norm": "lm_head.layer_norm", "head.bias": "lm_head.bias"},
-        "ForSequenceClassification": {"head.dense": "classifier.dense", "head.out_proj": "classifier.out_proj"},
-        "ForTokenClassification": {"head.linear": "classifier"},
-        "ForQuestionAnswering": {"head.linear": "qa_outputs"},
+        "ForSequenceClassification": _CLASSIFIER,
     },
     lm_bias="lm_head.bias",
     lm_decoder="lm_head.decoder",
-    unused={},
-    dropouts=DROPOUTS,
     classifier={"input_dropout": "dropout"},
     counts_after_padding=True,
     has_pooler=True,
+    lm_act="gelu",
+)
+ELECTRA = TransformersEncoder(  # discriminators and generators, with embeddings of another width
+    name="Transformers ELECTRA",
+    family="rev_bert",
+    prefix="electra",
+    classes={"electra": "Electra"},
+    padding=0,
+    heads={
+        "ForPreTraining": {
+            "head.dense": "discriminator_predictions.dense",
+            "head.linear": "discriminator_predictions.dense_prediction",
+        },
+        "ForMaskedLM": {
+            "head.dense": "generator_predictions.dense",
+            "head.layer_norm": "generator_predictions.LayerNorm",
+            "head.bias": "generator_lm_head.bias",
+        },
+        "ForSequenceClassification": _CLASSIFIER,
+    },
+    lm_bias="generator_lm_head.bias",
+    lm_decoder="generator_lm_head",
+    classifier={"input_dropout": "dropout", "act": "gelu"},
     lm_act="gelu",
 )

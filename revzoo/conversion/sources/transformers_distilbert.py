@@ -26,12 +26,9 @@ DISTILBERT = TransformersEncoder(
             "head.bias": "vocab_projector.bias",
         },
         "ForSequenceClassification": {"head.dense": "pre_classifier", "head.out_proj": "classifier"},
-        "ForTokenClassification": {"head.linear": "classifier"},
-        "ForQuestionAnswering": {"head.linear": "qa_outputs"},
     },
     lm_bias="vocab_projector.bias",
     lm_decoder="vocab_projector",
-    unused={},
     dropouts={
         "ForSequenceClassification": "seq_classif_dropout",
         "ForTokenClassification": "dropout",

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import call, leave_autocast, linear_loss
 from revzoo.analysis.flops import FlopCounter
+from revzoo.block_steps.chain import BlockStep
 from revzoo.errors import InputError
-from revzoo.in_place.chain import BlockStep
 from revzoo.planning.profiling.hooks import StepHooks, assign_schedule, list_units
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain

@@ -6,9 +6,9 @@ from torch import nn
 
 from revzoo.analysis.chains import find_chains
 from revzoo.analysis.dry_run import require_module
+from revzoo.block_steps.chain import get_step
+from revzoo.block_steps.conventions import is_checkpointed
 from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
-from revzoo.in_place.chain import get_step
-from revzoo.in_place.conventions import is_checkpointed
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.replaced_call import is_replaced
 

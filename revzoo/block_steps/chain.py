@@ -22,9 +22,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from revzoo.dtype import HALF
-from revzoo.errors import InputError, ScheduleError
-from revzoo.in_place.conventions import (
+from revzoo.block_steps.conventions import (
     find_state,
     get_state,
     is_cache,
@@ -33,7 +31,9 @@ from revzoo.in_place.conventions import (
     put_state,
     replace_state,
 )
-from revzoo.in_place.position import Position, find_position, is_noted, note_position
+from revzoo.block_steps.position import Position, find_position, is_noted, note_position
+from revzoo.dtype import HALF
+from revzoo.errors import InputError
 from revzoo.runtime.chain_link import run_link
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
@@ -46,7 +46,7 @@ from revzoo.runtime.observation import begin_call
 from revzoo.runtime.ownership import ModuleReference
 from revzoo.runtime.pair_update import Step
 from revzoo.runtime.round import Round, begin_round
-from revzoo.runtime.schedule import Applicable, check_schedule
+from revzoo.runtime.schedule import check_schedule
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 
@@ -107,11 +107,6 @@ class BlockChain:
 
     @schedule.setter
     def schedule(self, modes: Sequence[str] | str) -> None:
-        if isinstance(modes, Applicable):
-            raise ScheduleError(
-                f"The schedule of {self.path} is a list of modes, or the name of one mode for all. "
-                f"Received: {type(modes).__name__}."
-            )
         self._schedule = check_schedule(modes, self.names)
 
     def begin_plan(self) -> None:

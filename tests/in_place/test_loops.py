@@ -1,10 +1,15 @@
-"""Reversible blocks in the loops of others: those that stop early, branch, or change states; hidden states and caches."""
+"""Reversible blocks in the loops of others, which stop early, branch or change states; compiled and exported."""
 
+from collections import OrderedDict
+
+import pytest
 import timm
 import torch
+from torch import nn
 
 import revzoo
-from tests.conversion.conftest import IDS, NETWORKS, TEXT, Toy, X, assert_equal, gpt2, llama, vit
+from revzoo.errors import InputError, ScheduleError
+from tests.in_place.networks import IDS, NETWORKS, TEXT, Toy, X, assert_equal, gpt2, llama, vit
 
 
 def test_user_loops_see_the_blocks_and_the_same_function():
@@ -101,3 +106,29 @@ def test_a_cache_is_filled_in_eval_mode_and_left_out_in_training():
     more = model(IDS[:, :1], **{name: cache}).logits
     whole = model(torch.cat([IDS, IDS[:, :1]], 1)).logits
     assert torch.allclose(more[:, 0], whole[:, -1], atol=1e-5)
+
+
+def test_one_function_in_inference_mode_and_compiled():
+    toy = Toy()
+    with torch.no_grad():
+        ordinary = toy(X)
+        revzoo.reversible_(toy, kept_bits=2)
+        expected = toy(X)
+        assert torch.equal(torch.compile(toy, backend="eager")(X), expected)
+    assert (expected - ordinary).abs().max() > 1e-3  # so few bits change the function
+    with torch.inference_mode():
+        assert torch.equal(toy(X), expected)
+    assert torch.equal(toy(X), expected)  # with gradients
+
+
+def test_export_and_a_foreign_schedule_are_refused(monkeypatch):
+    # PyTorch 2.11 leaves a hook behind when an export fails, at which torch.compile breaks the graphs of other modules.
+    monkeypatch.setattr(nn.modules.module, "_global_buffer_registration_hooks", OrderedDict())
+    toy = Toy()
+    (chain,) = revzoo.reversible_(toy).chains
+    with pytest.raises(InputError, match=r"Export the ordinary network: revzoo\.ordinary_"):
+        torch.export.export(toy, (X,), strict=False)
+    with pytest.raises(ScheduleError, match="A schedule is a mode .* or a list of modes"):
+        chain.schedule = revzoo.plan(nn.Linear(6, 6), X, budget="1GiB")
+    revzoo.ordinary_(toy)
+    assert torch.export.export(toy, (X,), strict=False) is not None

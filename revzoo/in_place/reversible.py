@@ -1,32 +1,30 @@
 """Make a network reversible where it stands: its blocks become the steps of a chain, and it stays what it is.
 
 Class, parameters, state-dict keys and configuration are those of the network; only the `forward` of each block is another one
-(`in_place/chain.py`).
+(`block_steps/chain.py`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from revzoo.block_steps.branch import BranchStep
+from revzoo.block_steps.chain import BlockChain, BlockStep, get_step
 from revzoo.bounds import MOST_KEPT_BITS
-from revzoo.conversion.block_lists import choose_lists
-from revzoo.conversion.similarity import (
+from revzoo.errors import InputError, UnknownNameError, join_names
+from revzoo.in_place.block_lists import choose_lists
+from revzoo.in_place.similarity import (
     FRACTION_BITS,
     USUAL_FRACTION_BITS,
-    BlockSurvey,
     Similarity,
     measure_similarity,
     run_network,
     survey_blocks,
 )
-from revzoo.conversion.split import Branches, Split, find_branches
-from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
-from revzoo.in_place.branch import BranchStep
-from revzoo.in_place.chain import BlockChain, BlockStep, get_step
+from revzoo.in_place.split import Branches, Split, find_branches
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
 from revzoo.runtime.inventory import Pattern, check_patterns
 from revzoo.runtime.observation import observe_calls
@@ -80,8 +78,9 @@ class ReversibleReport:
             dtypes = (
                 f"{stored} in float64" if chain.state_bytes == 8 else f"{stored} in float32, {stored // 2} in half precision"
             )
+            each = f"two of each {block} ({parts})" if chain.branches else f"each a {block}"
             lines.append(
-                f"{chain.path}: {len(chain.names)} steps, {_describe_steps(chain, block, parts)}; they keep {size:g} bytes for "
+                f"{chain.path}: {len(chain.names)} steps, {each}; they keep {size:g} bytes for "
                 "every element of the state "
                 f"(their inputs alone would be {dtypes}), on a grid of "
                 f"2^-{USUAL_FRACTION_BITS if (bits := chain.coupling.fraction_bits) is None else bits}"
@@ -141,10 +140,8 @@ def reversible_(
     _require_numbers(coupling, kept_bits, fraction_bits)
     if split is not None:
         _require_split(split, batch)
-    surveys = {} if batch is None else survey_blocks(model, chosen, batch)
-    _require_residual_maps(surveys)
+    surveys, before = ({}, None) if batch is None else survey_blocks(model, chosen, batch)
     branches = {} if split is None else find_branches(model, chosen, split, batch)
-    before = None if batch is None else run_network(model, batch)
     chains, steps = list[BlockChain](), list[BlockStep]()
     for path, blocks in chosen.items():
         digits = surveys[path].fraction_bits if fraction_bits is None and path in surveys else fraction_bits
@@ -153,13 +150,22 @@ def reversible_(
         chain = BlockChain(path, owner, len(blocks), _make_coupling(coupling, kept_bits, digits), names, check_patterns(keep))
         chains.append(chain)
         for i, block in enumerate(blocks):
-            steps.append(_make_step(block, chain, i, branches.get(block)))
+            if split is None:
+                steps.append(BlockStep(block, chain, i))
+            else:
+                first, second = branches[block]
+                steps.append(BranchStep(block, chain, 2 * i, first, BranchStep(block, chain, 2 * i + 1, second)))
     similarity, restarts = None, list[str]()
-    with _all_or_nothing(steps):
+    for step in steps:
+        step.install()
+    try:
         if before is not None:
             with observe_calls(partial(_note_restart, restarts)):
-                after = run_network(model, batch)
-            similarity = measure_similarity(before, after, batch)
+                similarity = measure_similarity(before, run_network(model, batch), batch)
+    except BaseException:
+        for step in steps:
+            step.remove()
+        raise
     return ReversibleReport(
         type(model).__name__,
         tuple(chains),
@@ -173,14 +179,6 @@ def reversible_(
     )
 
 
-def _make_step(block: nn.Module, chain: BlockChain, index: int, branches: Branches | None) -> BlockStep:
-    """Return the replacement of a block: its step, or the first of its two."""
-    if branches is None:
-        return BlockStep(block, chain, index)
-    first, second = branches
-    return BranchStep(block, chain, 2 * index, first, BranchStep(block, chain, 2 * index + 1, second))
-
-
 def ordinary_(model: nn.Module) -> None:
     """Undo `reversible_`: the network computes and keeps what it did before. Its weights stay as they are now.
 
@@ -189,17 +187,13 @@ def ordinary_(model: nn.Module) -> None:
     Raises:
         InputError: it has no reversible blocks.
     """
-    steps = list(_find_steps(model))
+    steps = [step for module in model.modules() if (step := get_step(module)) is not None]
     if not steps:
         raise InputError(
             f"No block of this {type(model).__name__} was made reversible by reversible_, so nothing can be undone."
         )
     for step in steps:
         step.remove()
-
-
-def _describe_steps(chain: BlockChain, block: str, parts: str) -> str:
-    return f"two of each {block} ({parts})" if chain.branches else f"each a {block}"
 
 
 def _describe_branches(blocks: Sequence[nn.Module], branches: dict[nn.Module, Branches]) -> str:
@@ -212,10 +206,6 @@ def _note_restart(restarts: list[str], step: nn.Module, inputs: Any, states: Seq
     """Note a block that begins a chain, where both states are one, without being the first of its list."""
     if isinstance(step, BlockStep) and step.index and states[0] is states[1]:
         restarts.append(step.name)
-
-
-def _find_steps(model: nn.Module) -> Iterator[BlockStep]:
-    return (step for module in model.modules() if (step := get_step(module)) is not None)
 
 
 def _make_coupling(name: BlockCoupling, kept_bits: int, fraction_bits: int | None) -> Coupling:
@@ -248,27 +238,3 @@ def _require_split(split: Any, batch: Any) -> None:
             "split runs the branches of a block one by one, and needs a batch to check them against the block. Received: none. "
             f"Give one: reversible_(model, batch=batch, split={split!r})."
         )
-
-
-def _require_residual_maps(surveys: dict[str, BlockSurvey]) -> None:
-    for survey in surveys.values():
-        for name, share in survey.shares.items():
-            if share.is_missing:
-                raise ConversionError(
-                    f"{name} is no residual map: it returns {share.factor:.2f} times its input, and a rest unrelated "
-                    "to it. A chain adds 2^-kept_bits of the input to what the block returns, and the next block would not "
-                    "understand the sum. Name another list."
-                )
-
-
-@contextmanager
-def _all_or_nothing(steps: Sequence[BlockStep]) -> Iterator[None]:
-    """Put steps in place of their blocks; if something fails, give all blocks back what they had."""
-    for step in steps:
-        step.install()
-    try:
-        yield
-    except BaseException:
-        for step in steps:
-            step.remove()
-        raise

@@ -19,12 +19,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
 from revzoo.analysis.dry_run import preserve_random_streams
-from revzoo.conversion.block_lists import BlockLists
-from revzoo.conversion.similarity import run_network
+from revzoo.block_steps.branch import Branch, leave_out_unreturned, silence
+from revzoo.block_steps.conventions import find_state, get_state, leave_out_caches, put_state
 from revzoo.errors import ConversionError, UnknownNameError, join_names
-from revzoo.in_place.branch import leave_out_unreturned
-from revzoo.in_place.conventions import find_state, get_state, leave_out_caches, put_state
-from revzoo.in_place.silenced import Branch, silence
+from revzoo.in_place.block_lists import BlockLists
+from revzoo.in_place.similarity import run_network
 from revzoo.runtime.nested import map_tensors, tensors_in
 
 Split = tuple[str | Sequence[str], str | Sequence[str]]

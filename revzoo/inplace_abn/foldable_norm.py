@@ -15,6 +15,7 @@ So nothing has to be known of the code of a network, and activations may be shar
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,7 @@ from revzoo.activation import Activation
 from revzoo.errors import InputError, RecoveryError
 from revzoo.inplace_abn.function import Normalised, activate, can_keep_output, normalise
 
+_STRENGTHS: dict[Callable[..., Any], str] = {F.leaky_relu: "negative_slope", F.elu: "alpha"}
 # Functions that keep their input for backward, or come before one that does: the squeeze before an excitation.
 _KEEPERS = (F.conv2d, Tensor.__mul__, Tensor.mul, torch.mul, Tensor.mean, torch.mean, F.adaptive_avg_pool2d)
 # An in-place ABN in the place of the tensor would not do, or not see, what these functions ask for.
@@ -162,20 +164,12 @@ def _mark(z: Tensor, origin: FoldInputs) -> Tensor:
 
 def _read_activation(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Activation, bool] | None:
     """Return the activation that a call computes, and whether in place; None if it cannot be undone."""
-    if func is F.leaky_relu:
-        slope, inplace = _read_arguments(("negative_slope", 0.01), ("inplace", False), args, kwargs)
-        return (Activation("leaky_relu", slope), inplace) if slope > 0 else None
-    if func is F.elu:
-        alpha, inplace = _read_arguments(("alpha", 1.0), ("inplace", False), args, kwargs)
-        return (Activation("elu", alpha), inplace) if alpha > 0 else None
-    return None
-
-
-def _read_arguments(
-    first: tuple[str, Any], second: tuple[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Any]:
-    given = {**dict(zip((first[0], second[0]), args, strict=False)), **kwargs}
-    return [given.get(*each) for each in (first, second)]
+    if func not in _STRENGTHS:
+        return None
+    call = signature(func).bind(None, *args, **kwargs)
+    call.apply_defaults()
+    strength = call.arguments[_STRENGTHS[func]]
+    return (Activation(cast(Any, func).__name__, strength), call.arguments["inplace"]) if strength > 0 else None
 
 
 def _fold(z: NormalisedTensor, activation: Activation, inplace: bool) -> Tensor | None:

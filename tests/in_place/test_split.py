@@ -10,31 +10,18 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import revzoo
-from revzoo.errors import ConversionError
-from revzoo.in_place.conventions import get_state
+from revzoo.block_steps.conventions import get_state
+from revzoo.errors import ConversionError, InputError, UnknownNameError
 from revzoo.runtime import LiveBytes
-from tests.conversion.conftest import IDS, TEXT, assert_equal
-from tests.conversion.test_reversible_networks import NETWORKS, compute_gradients
+from tests.in_place.networks import IDS, TEXT, assert_equal, count_bytes, llama, train_step
+from tests.in_place.test_architectures import SPLIT, is_untouched
 
-SPLIT = ("attention", "mlp")
-SIZES = {
-    "vocab_size": 20,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-}
 X = torch.linspace(-1, 1, 40).view(5, 8).sin()
 
 
-def llama(layers=3, **options):
-    config = transformers.LlamaConfig(**SIZES, num_hidden_layers=layers, intermediate_size=48, attention_dropout=0.1, **options)
-    return transformers.LlamaForCausalLM(config)
-
-
 def opt():
-    config = transformers.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, num_hidden_layers=3, dropout=0.1)
+    sizes = {"vocab_size": 20, "hidden_size": 32, "num_attention_heads": 4, "pad_token_id": None}
+    config = transformers.OPTConfig(**sizes, ffn_dim=48, word_embed_proj_dim=32, num_hidden_layers=3, dropout=0.1)
     config.use_cache = False  # old versions need the cache that a block returns
     return transformers.OPTForCausalLM(config)
 
@@ -73,76 +60,20 @@ def toy():
     return Toy()
 
 
-def train_step(model, batch, schedule=None, chains=()):
-    """Return the gradients of one training step, dropout on."""
-    for chain in chains:
-        chain.schedule = schedule
-    model.train().zero_grad()
-    torch.manual_seed(1)
-    outputs = model(**batch) if isinstance(batch, dict) else model(batch)
-    (outputs.square().mean() if isinstance(outputs, torch.Tensor) else outputs.loss).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def is_untouched(model):
-    return not any(m.__dict__.keys() & {"forward", "_call_impl"} for m in model.modules())
-
-
-@pytest.mark.parametrize(("make", "batch"), [(llama, TEXT), (opt, TEXT), (Toy, X)])
+@pytest.mark.parametrize(("make", "batch"), [(llama, TEXT), (opt, TEXT)])
 def test_gradients_are_those_of_storing(make, batch):
-    torch.manual_seed(0)
     model = make()
-    keys, names = list(model.state_dict()), train_step(model, batch).keys()
+    keys, names = list(model.state_dict()), train_step(model, batch)[0].keys()
     report = revzoo.reversible_(model, batch=batch, split=SPLIT)
     assert list(model.state_dict()) == keys
     assert report.steps == 6
     assert report.similarity.least_cosine > 0.9999
-    stored = train_step(model, batch, "store", report.chains)
+    stored = train_step(model, batch, "store")[0]
     assert stored.keys() == names
     for schedule in ("invert", "recompute", "selective", ["invert", "store"] * 3, ["selective", "invert"] * 3):
-        assert_equal(train_step(model, batch, schedule, report.chains), stored)
+        assert_equal(train_step(model, batch, schedule)[0], stored)
     revzoo.ordinary_(model)
     assert is_untouched(model)
-
-
-POST_NORM = {"DeBERTa-v2", "BLOOM", "BERT", "RoBERTa", "ELECTRA", "DistilBERT", "MPNet", "BART"}
-SIDE_BY_SIDE = {"GPT-NeoX", "Falcon"}
-OF_OTHER_BRANCHES = {"timm ConvNeXt, a stage"}
-
-
-def test_the_networks_that_are_refused_are_among_those_that_are_tried():
-    assert NETWORKS.keys() >= POST_NORM | SIDE_BY_SIDE | OF_OTHER_BRANCHES
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "Mixtral, auxiliary loss" else pytest.mark.slow) for name in NETWORKS]
-)
-def test_many_architectures(name):
-    make, paths, batch = NETWORKS[name]
-    torch.manual_seed(0)
-    try:
-        made = make()
-    except AttributeError as error:
-        pytest.skip(str(error))
-    model = made if isinstance(made, nn.Module) else made[0](made[1])
-    options = {"batch": {k: v for k, v in batch.items() if k != "labels" or paths}, "split": SPLIT}
-    if name in POST_NORM | SIDE_BY_SIDE | OF_OTHER_BRANCHES:
-        with pytest.raises(ConversionError, match=r"cannot be two steps|no submodule that is known as 'attention'"):
-            revzoo.reversible_(model, *paths, **options)
-        assert is_untouched(model)
-        return
-    original = compute_gradients(model, batch)
-    report = revzoo.reversible_(model, *paths, **options)
-    assert report.similarity.least_cosine > 0.9999
-    assert report.steps == 2 * sum(chain.length for chain in report.chains)
-    gradients = {}
-    for schedule in ("store", "invert"):
-        for chain in report.chains:
-            chain.schedule = schedule
-        gradients[schedule] = compute_gradients(model, batch)
-    assert_equal(gradients["invert"], gradients["store"])
-    assert "layers dropped" in name or gradients["store"].keys() == original.keys()
 
 
 def test_a_step_is_a_branch_with_its_sum_and_nothing_of_the_other_runs(toy):
@@ -170,30 +101,13 @@ def test_the_report_in_words(toy):
     assert "two of each OPTDecoderLayer (self_attn, then fc1, fc2)" in str(revzoo.reversible_(model, batch=TEXT, split=SPLIT))
 
 
-def count_bytes(model, batch):
-    """Return the peak of forward, the bytes kept, and the peak of a step that adds to gradients."""
-    model.train()
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    live = LiveBytes()
-    known = live.watch([*model.parameters(), *(p.grad for p in model.parameters()), batch])
-    with live:
-        loss = model(batch).square().mean()
-        kept, forward_peak = live.alive(without=known, at=live.now()), live.peak(without=known)
-        loss.backward()
-        return forward_peak, kept, live.peak(without=known)
-
-
-@pytest.mark.parametrize("split", [None, SPLIT])
-def test_each_step_keeps_its_bits_alone(split):
-    x = torch.randn(64, 8)
-    bytes_of = {}
+def test_each_step_keeps_its_bits_alone():
+    x, bytes_of = torch.randn(64, 8), {}
     for depth in (4, 8):
         model = Toy(depth)
-        revzoo.reversible_(model, batch=x, split=split)
-        bytes_of[depth] = count_bytes(model, x)
-    bits = 4 * (1 if split is None else 2) * x.numel()
-    assert [b - a for a, b in zip(bytes_of[4], bytes_of[8], strict=True)] == [bits, bits, bits]
+        revzoo.reversible_(model, batch=x, split=SPLIT)
+        bytes_of[depth] = count_bytes(model, {"x": x})
+    assert [b - a for a, b in zip(bytes_of[4], bytes_of[8], strict=True)] == 2 * [4 * 2 * x.numel()]
 
 
 def test_one_extra_forward_and_no_more(toy):
@@ -209,20 +123,18 @@ def test_one_extra_forward_and_no_more(toy):
     assert flops[SPLIT] - flops[None] == 2 * 5 * 16 * 8
 
 
-@pytest.mark.parametrize("through", ["deepcopy", "pickle"])
-def test_copies_are_reversible_and_independent(toy, through):
+def test_copies_are_reversible_and_independent(toy):
     revzoo.reversible_(toy, batch=X, split=SPLIT)
-    expected = train_step(toy, X)
-    other = copy.deepcopy(toy) if through == "deepcopy" else pickle.loads(pickle.dumps(toy))
+    expected = train_step(toy, {"x": X})[0]
+    other = pickle.loads(pickle.dumps(toy))
     revzoo.ordinary_(toy)
-    assert_equal(train_step(other, X), expected)
+    assert_equal(train_step(other, {"x": X})[0], expected)
     revzoo.ordinary_(other)
     assert is_untouched(other)
-    assert_equal(train_step(other, X), train_step(toy, X))
+    assert_equal(train_step(other, {"x": X})[0], train_step(toy, {"x": X})[0])
 
 
 def test_generation_is_that_of_the_full_forward():
-    torch.manual_seed(0)
     model = llama().eval()
     revzoo.reversible_(model, batch=TEXT, split=SPLIT)
     prompt = IDS[:, :5]
@@ -236,7 +148,6 @@ def test_generation_is_that_of_the_full_forward():
 
 @pytest.mark.filterwarnings("ignore")
 def test_attentions_and_their_gradients_are_handed_through():
-    torch.manual_seed(0)
     model = llama(attn_implementation="eager")
     chains = revzoo.reversible_(model, batch=TEXT, split=SPLIT).chains
     gradients, attentions = [], []
@@ -269,18 +180,15 @@ def test_what_attention_returns_besides_the_state_is_kept_for_no_longer_than_som
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_adapters_in_place_of_a_branch(order):
+def test_adapters_in_place_of_a_branch():
     peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
     model = opt()
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "fc1", "fc2"], lora_dropout=0.1, init_lora_weights=False)
-    report = revzoo.reversible_(model, batch=TEXT, split=SPLIT) if order == "before" else None
+    revzoo.reversible_(model, batch=TEXT, split=SPLIT)
     adapted = peft.get_peft_model(model, config)
-    report = report or revzoo.reversible_(adapted, batch=TEXT, split=SPLIT)
-    stored = train_step(adapted, TEXT, "store", report.chains)
+    stored = train_step(adapted, TEXT, "store")[0]
     assert len(stored) == sum(p.requires_grad for p in adapted.parameters()) == 3 * 3 * 2
-    assert_equal(train_step(adapted, TEXT, "invert", report.chains), stored)
+    assert_equal(train_step(adapted, TEXT, "invert")[0], stored)
     adapted.eval()
     with torch.no_grad():
         reversible = adapted(IDS).logits
@@ -305,24 +213,133 @@ def test_an_optimizer_in_backward_reaches_the_weights_of_storing(toy):
     assert not torch.equal(weights[0]["blocks.0.norm2.weight"], toy.blocks[0].norm2.weight)
 
 
-@pytest.mark.slow
-def test_compiled(toy):
-    toy.eval()
-    revzoo.reversible_(toy, batch=X, split=SPLIT)
-    with torch.no_grad():
-        assert torch.equal(torch.compile(toy, backend="eager")(X), toy(X))
-
-
 def norm_of_both(m, x):
     x = x + m.attn(m.norm1(x))
     return x + m.mlp(m.norm1(x))
 
 
 def test_statistics_move_once():
-    torch.manual_seed(0)
     model = Toy(norm=nn.BatchNorm1d)
     revzoo.reversible_(model, batch=X, split=SPLIT)
-    train_step(model, X)
+    train_step(model, {"x": X})[0]
     assert [m.num_batches_tracked.item() for m in model.modules() if isinstance(m, nn.BatchNorm1d)] == 6 * [1]
     with pytest.raises(ConversionError, match=r"norm1 of blocks.0 runs in both steps, and its statistics would move twice"):
         revzoo.reversible_(Toy(write=norm_of_both, norm=nn.BatchNorm1d), batch=X, split=SPLIT)
+
+
+class Adding(nn.Linear):
+    def forward(self, x, state):
+        return state + super().forward(x)
+
+
+def functional(m, x):
+    x = x + nn.functional.linear(m.norm1(x), m.attn.weight)
+    return x + m.mlp(m.norm2(x))
+
+
+def raises(m, x):
+    if not (h := m.attn(m.norm1(x))).any():
+        raise ArithmeticError("nothing to attend to")
+    return x + h + m.mlp(x)
+
+
+def attribute(m, x):
+    m.normed = m.norm1(x)
+    x = x + m.attn(m.normed)
+    return x + m.mlp(m.norm2(x))
+
+
+CANNOT = {  # what a block returns, and the reason
+    "side by side": (
+        lambda m, x: x + m.attn(h := m.norm1(x)) + m.mlp(h),
+        "blocks.0 cannot be two steps, attn added to the state, then mlp",
+    ),
+    "other order": (lambda m, x: (y := x + m.mlp(m.norm2(x))) + m.attn(m.norm1(y)), "cannot be two steps"),
+    "norm after the sum": (lambda m, x: m.norm2(m.norm1(x + m.attn(x)) + m.mlp(x)), "cannot be two steps"),
+    # as BLOOM's, which are given what to add
+    "a branch with the state": (lambda m, x: (y := m.attn(m.norm1(x), x)) + m.mlp(m.norm2(y)), "cannot be two steps"),
+    "a bias": (  # zero until it is trained
+        lambda m, x: (y := x + m.attn(m.norm1(x)) + m.norm2.bias) + m.mlp(m.norm2(y)),
+        "cannot be two steps",
+    ),
+    "an attribute": (attribute, "blocks.0 sets as an attribute a tensor that changes"),
+    "noise in training": (
+        lambda m, x: (y := x + m.attn(m.norm1(x)) + m.training * torch.randn_like(x)) + m.mlp(m.norm2(y)),
+        "cannot be two steps",
+    ),
+    "another result": (
+        lambda m, x: ((y := x + m.attn(m.norm1(x))) + m.mlp(m.norm2(y)), y - x),
+        "blocks.0 returns besides its state a tensor that changes",
+    ),
+    "no call": (functional, "blocks.0 does not call attn as a submodule"),
+    "an error": (raises, "blocks.0 cannot run one of its branches without the other: ArithmeticError: nothing to"),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_cannot_be_split_is_refused_with_the_reason(name):
+    write, message = CANNOT[name]
+    model = Toy(write=write)
+    if name == "a branch with the state":
+        for block in model.blocks:
+            block.attn = Adding(8, 8)
+    for key, p in model.named_parameters():
+        if key.endswith("bias"):
+            nn.init.zeros_(p)
+    with pytest.raises(ConversionError, match=message):
+        revzoo.reversible_(model, batch=X, split=SPLIT)
+    assert is_untouched(model)
+
+
+@pytest.mark.parametrize("write", [None, lambda m, x: x + m.attn(m.norm1(x)) + m.mlp(m.norm1(x))])
+def test_a_norm_at_two_places_keeps_its_weights(write):
+    model = Toy(write=write)
+    for block in model.blocks:
+        block.norm2 = block.norm1
+    parameters, before = list(model.parameters()), [p.clone() for p in model.parameters()]
+    if write is None:
+        revzoo.reversible_(model, batch=X, split=SPLIT)
+    else:
+        with pytest.raises(ConversionError, match="cannot be two steps"):
+            revzoo.reversible_(model, batch=X, split=SPLIT)
+    assert all(p is known for p, known in zip(model.parameters(), parameters, strict=True))
+    assert all(torch.equal(p, known) for p, known in zip(model.parameters(), before, strict=True))
+
+
+def test_the_fast_path_of_torch_is_refused():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+    model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, 2))
+    with pytest.raises(InputError, match=r"runs its block without linear1, but the block now computes without calling"):
+        revzoo.reversible_(model, "1.layers", batch=X[None], split=SPLIT)
+    assert is_untouched(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"split": "attn"}, InputError, "split is a pair of branches.*Received: 'attn'"),
+        ({"split": ("attn", 3)}, InputError, "split is a pair of branches"),
+        ({"batch": None}, InputError, r"Give one: reversible_\(model, batch=batch, split=\('attention', 'mlp'\)\)"),
+        ({"split": ("attn", "mpl")}, UnknownNameError, "mlp"),
+    ],
+)
+def test_arguments_that_are_none_are_named(toy, options, error, message):
+    with pytest.raises(error, match=message):
+        revzoo.reversible_(toy, **{"batch": X, "split": SPLIT, **options})
+    assert is_untouched(toy)
+
+
+def test_another_way_through_a_block_is_noticed(toy):
+    revzoo.reversible_(toy, batch=X, split=SPLIT)
+    toy.blocks[1].write = functional
+    with pytest.raises(InputError, match=r"blocks.1.mlp runs its block without attn, but the block now computes without"):
+        toy(X)
+
+
+def test_a_branch_compiled_later_is_refused(toy):
+    revzoo.reversible_(toy, batch=X, split=SPLIT)
+    toy.blocks[1].mlp.compile(backend="eager")
+    with pytest.raises(
+        InputError, match=r"blocks.1.attention is one of two steps of a block, and a Sequential in it is compiled"
+    ):
+        toy(X)

@@ -1,36 +1,17 @@
-"""Networks made reversible in place with the tools that train them: Trainer, peft, Accelerate, saving and loading."""
+"""Networks made reversible in place with peft, Accelerate, saving and loading; docs/reversible.md shows Trainer."""
 
 import accelerate
 import pytest
 import torch
 import transformers
-from torch.utils.data import Dataset
 
 import revzoo
-from revzoo.errors import InputError
-
-SIZES = {"vocab_size": 20, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-IDS = torch.arange(24).view(2, 12) % 20
+from tests.in_place.networks import IDS, llama
 
 
-class Texts(Dataset):
-    """Eight texts of one length."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        ids = (torch.arange(12) * (i + 1)) % 20
-        return {"input_ids": ids, "labels": ids}
-
-
-@pytest.fixture
 def make():
-    def make_llama(seed=0):
-        torch.manual_seed(seed)
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attention_dropout=0.1))
-
-    return make_llama
+    torch.manual_seed(0)
+    return llama()
 
 
 def set_schedule(report, schedule):
@@ -45,54 +26,15 @@ def compute_gradients(model):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}])
-def test_the_trainer_reaches_the_weights_of_storing(make, tmp_path, precision):
-    weights = {}
-    for schedule in ("store", "invert"):
-        model = make()
-        set_schedule(revzoo.reversible_(model), schedule)
-        arguments = transformers.TrainingArguments(
-            tmp_path / schedule,
-            num_train_epochs=2,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            learning_rate=1e-2,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            seed=0,
-            **precision,
-        )
-        transformers.Trainer(model, arguments, train_dataset=Texts()).train()
-        weights[schedule] = {name: p.detach().clone() for name, p in model.named_parameters()}
-    start = dict(make().named_parameters())
-    assert not any(torch.equal(p, start[name]) for name, p in weights["invert"].items())
-    assert all(torch.equal(p, weights["store"][name]) for name, p in weights["invert"].items())
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_the_trainer_with_checkpointing_is_told_to_switch_it_off(make, tmp_path):
-    model = make()
-    revzoo.reversible_(model)
-    arguments = transformers.TrainingArguments(tmp_path, gradient_checkpointing=True, use_cpu=True, report_to=[])
-    with pytest.raises(InputError, match="gradient checkpointing"):
-        transformers.Trainer(model, arguments, train_dataset=Texts()).train()
-
-
 ADAPTERS = {
-    "LoRA by name": {"target_modules": ["q_proj", "v_proj"]},
     "LoRA everywhere": {"target_modules": "all-linear", "lora_dropout": 0.1},
     "DoRA": {"target_modules": "all-linear", "use_dora": True},
 }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters_of_peft_have_the_gradients_of_storing(make, name, order, tmp_path):
+@pytest.mark.parametrize(("name", "order"), [("LoRA everywhere", "before"), ("DoRA", "after")])
+def test_adapters_of_peft_have_the_gradients_of_storing(name, order, tmp_path):
     peft = pytest.importorskip("peft")
     model = make()
     report = revzoo.reversible_(model) if order == "before" else None
@@ -118,7 +60,7 @@ def test_adapters_of_peft_have_the_gradients_of_storing(make, name, order, tmp_p
         assert torch.allclose(merged(input_ids=IDS).logits, again(input_ids=IDS).logits, atol=1e-3)
 
 
-def test_saving_and_loading_is_that_of_the_ordinary_network(make, tmp_path):
+def test_saving_and_loading_is_that_of_the_ordinary_network(tmp_path):
     model = make().eval()
     ordinary = {key: value.clone() for key, value in model.state_dict().items()}
     config = model.config.to_dict()
@@ -134,7 +76,7 @@ def test_saving_and_loading_is_that_of_the_ordinary_network(make, tmp_path):
         assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
-def test_accelerate_prepares_and_unwraps(make):
+def test_accelerate_prepares_and_unwraps():
     gradients = []
     for schedule in ("store", "invert"):
         model = make()

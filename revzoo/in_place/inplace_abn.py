@@ -1,11 +1,12 @@
 """Let an ordinary network keep the output of BatchNorm and activation alone, in place of both inputs.
 
 Which BatchNorms can do so is found by what happens in a forward of the network: every one is made foldable
-(`foldable_norm.py`), one training step is run on a batch, and its graph tells which of them were folded. The others become what
-they were.
+(`inplace_abn/foldable_norm.py`), one training step is run on a batch, and its graph tells which of them were folded. The
+others become what they were.
 """
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revzoo.analysis.dry_run import call, in_mode, isolated, linear_loss, require_module, select_differentiable
-from revzoo.conversion.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, read_fold_inputs
 from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
+from revzoo.inplace_abn.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, read_fold_inputs
 from revzoo.inplace_abn.function import InPlaceABNFunction
 from revzoo.model.model import Model
 from revzoo.runtime.compiling import is_compiled
@@ -29,6 +30,8 @@ _FOLDABLE: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm2d: FoldableBatchNorm2d,
     BatchNormAct2d: FoldableBatchNormAct2d,
 }
+_KEPT_RELU = "followed by ReLU, which cannot be undone: relu_slope=0.01 makes it leaky"
+_NOTHING_TO_FOLD = "not called in training mode, or what follows cannot be undone or keeps nothing"
 
 
 @dataclass(frozen=True)
@@ -130,17 +133,19 @@ def inplace_abn_(model: nn.Module, batch: Any = None, *, relu_slope: float | Non
             norm.__class__ = _FOLDABLE[type(norm)]
         relus: dict[str, nn.Module] = {}
         try:
-            trial = _try(model, batch, norms.values())
-            relus = {} if relu_slope is None else trial.relus
+            found, before_relu = _find_relus(model, batch)
+            relus = {} if relu_slope is None else found
             for relu in relus.values():
-                _make_leaky(relu, relu_slope)
+                relu.__class__ = nn.LeakyReLU
+                cast(Any, relu).negative_slope = relu_slope
             after, bytes_after, nodes = _run(model, batch, backward=True)
         except BaseException:
             _restore(norms.values(), relus.values())
             raise
     folded = tuple(nodes[name] for name in norms if name in nodes)
     ordinary = {name: norm for name, norm in norms.items() if name not in nodes}
-    left |= {name: trial.explain(norm, relu_slope) for name, norm in ordinary.items()}
+    for name, norm in ordinary.items():
+        left[name] = _KEPT_RELU if norm in before_relu and relu_slope is None else _NOTHING_TO_FOLD
     _restore(ordinary.values(), () if folded else relus.values())
     if not folded:
         reasons = "; ".join(sorted(set(left.values()))) or "the model has no BatchNorm2d"
@@ -180,29 +185,6 @@ def _find_norms(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]
         else:
             norms[name] = norm
     return norms, left
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """What a forward with foldable BatchNorms has shown.
-
-    Args:
-        called: the BatchNorms that were called.
-        relus: the ReLUs that were called with the output of one, by name.
-        before_relu: these BatchNorms.
-    """
-
-    called: set[nn.Module]
-    relus: dict[str, nn.Module]
-    before_relu: set[nn.Module]
-
-    def explain(self, norm: nn.Module, relu_slope: float | None) -> str:
-        """Return why a BatchNorm was not folded."""
-        if norm not in self.called:
-            return "not called in training mode"
-        if norm in self.before_relu and relu_slope is None:
-            return "followed by ReLU, which cannot be undone: relu_slope=0.01 makes it leaky"
-        return "what follows cannot be undone, or keeps nothing"
 
 
 def _run(model: nn.Module, batch: Any, backward: bool = False) -> tuple[list[Tensor], int, dict[str, FoldedNorm]]:
@@ -247,33 +229,21 @@ def _find_folded(model: nn.Module, outputs: list[Tensor]) -> dict[str, FoldedNor
     return folded
 
 
-def _try(model: nn.Module, batch: Any, norms: Iterable[nn.Module]) -> _Trial:
-    """Run a model with foldable BatchNorms, and look on."""
-    trial = _Trial(set(), {}, set())
-
-    def see_norm(norm: nn.Module, _: Any) -> None:
-        trial.called.add(norm)
-
-    def see_relu(relu: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and (origin := read_fold_inputs(args[0])) is not None:
-            trial.relus[names[relu]] = relu
-            trial.before_relu.add(origin.layer)
-
+def _find_relus(model: nn.Module, batch: Any) -> tuple[dict[str, nn.Module], set[nn.Module]]:
+    """Return the ReLUs that are called with the output of a foldable BatchNorm, by name, and these BatchNorms."""
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules() if type(module) is nn.ReLU}
-    hooks = [norm.register_forward_pre_hook(see_norm) for norm in norms]
-    hooks += [relu.register_forward_pre_hook(see_relu) for relu in names]
-    try:
-        with isolated(model, batch) as inputs:
-            call(model, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return trial
+    relus, norms = dict[str, nn.Module](), set[nn.Module]()
 
+    def note(relu: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and (origin := read_fold_inputs(args[0])) is not None:
+            relus[names[relu]] = relu
+            norms.add(origin.layer)
 
-def _make_leaky(relu: nn.Module, slope: float | None) -> None:
-    relu.__class__ = nn.LeakyReLU
-    cast(Any, relu).negative_slope = slope
+    with ExitStack() as stack, isolated(model, batch) as inputs:
+        for relu in names:
+            stack.callback(relu.register_forward_pre_hook(note).remove)
+        call(model, inputs)
+    return relus, norms
 
 
 def _restore(norms: Iterable[nn.Module], relus: Iterable[nn.Module]) -> None:

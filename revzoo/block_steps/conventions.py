@@ -2,8 +2,6 @@
 
 import inspect
 from collections.abc import Mapping
-from copy import copy
-from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -54,14 +52,8 @@ def leave_out_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
 
 
 def get_state(value: Any) -> Any:
-    """Return the state among what a block returns: all of it, or the first of a tuple, mapping or dataclass."""
-    if isinstance(value, tuple | list):
-        return value[0] if value else None
-    if isinstance(value, Mapping):
-        return next(iter(value.values()), None)
-    if is_dataclass(value) and (names := [f.name for f in fields(value)]):
-        return getattr(value, names[0])
-    return value
+    """Return the state among what a block returns: all of it, or the first of a tuple."""
+    return (value[0] if value else None) if isinstance(value, tuple | list) else value
 
 
 def is_cache(x: Any) -> bool:
@@ -71,14 +63,7 @@ def is_cache(x: Any) -> bool:
 
 def replace_state(value: Any, state: Tensor | None) -> Any:
     """Return what a block returns with another state."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return cast(Any, value)._replace(**{value._fields[0]: state})
-    if isinstance(value, tuple | list):
-        return type(value)((state, *value[1:]))
-    if isinstance(value, Mapping):
-        changed = copy(cast(Any, value))
-        changed[next(iter(value))] = state
-        return changed
-    if is_dataclass(value):
-        return replace(cast(Any, value), **{fields(value)[0].name: state})
-    return state
+    if not isinstance(value, tuple | list):
+        return state
+    results = (state, *value[1:])
+    return cast(Any, type(value))(*results) if hasattr(value, "_fields") else type(value)(results)

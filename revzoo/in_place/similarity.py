@@ -3,19 +3,18 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import call, in_mode, preserve_random_streams
-from revzoo.conversion.block_lists import BlockLists
+from revzoo.block_steps.conventions import find_state, get_state
 from revzoo.errors import ConversionError, InputError
-from revzoo.in_place.conventions import get_state
+from revzoo.in_place.block_lists import BlockLists
 from revzoo.runtime.nested import tensors_in
 
-OUTPUT_NAMES = ("logits", "prediction_logits", "last_hidden_state", "pooler_output")  # of Transformers, the main one first
 _DIGITS = 24  # of a float32
 USUAL_FRACTION_BITS = 16
 FRACTION_BITS = (4, 40)  # the fewest and the most
@@ -42,31 +41,6 @@ class Similarity:
         return f"outputs before and after, {self.examples} examples: cosine {self.cosine:.6f}, at least {self.least_cosine:.6f}"
 
 
-@dataclass(frozen=True)
-class Share:
-    """How much of what a block is given there is in what it returns, by least squares.
-
-    Args:
-        factor: 1 in x + g(x) where g(x) has nothing to do with x.
-        noise: the standard deviation of the factor if the two had nothing to do with each other.
-    """
-
-    factor: float
-    noise: float
-
-    @property
-    def is_missing(self) -> bool:
-        """Whether there is none, and not for want of elements to see it in."""
-        return self.factor < _LEAST_FACTOR and self.factor + 3 * self.noise < 0.5
-
-    @staticmethod
-    def of(state: Tensor, out: Tensor) -> "Share":
-        """Return the share of a state in what a block returned for it."""
-        x, y = state.double().flatten(), out.double().flatten()
-        size = float(x.norm()) or 1.0
-        return Share(float(x @ y) / size**2, float(y.norm()) / size / len(x) ** 0.5)
-
-
 @dataclass
 class BlockSurvey:
     """The states of one list of blocks, on a batch.
@@ -74,12 +48,12 @@ class BlockSurvey:
     Args:
         largest: magnitude of an element.
         smallest: root mean square of a row that is not zero.
-        shares: of what each block is given in what it returns, by the block's name.
+        is_used: whether a block was called.
     """
 
     largest: float = 0.0
     smallest: float = math.inf
-    shares: dict[str, Share] = field(default_factory=dict)
+    is_used: bool = False
 
     @property
     def fraction_bits(self) -> int:
@@ -99,11 +73,12 @@ class BlockSurvey:
         self.largest = max(self.largest, float(rows.abs().max()))
 
 
-def survey_blocks(model: nn.Module, lists: BlockLists, batch: Any) -> dict[str, BlockSurvey]:
-    """Return what the states of lists of blocks are like, on a batch.
+def survey_blocks(model: nn.Module, lists: BlockLists, batch: Any) -> tuple[dict[str, BlockSurvey], Tensor]:
+    """Return what the states of lists of blocks are like, on a batch, and the main output of the network.
 
     Raises:
-        ConversionError: a block changes the shape or dtype of its state, or writes into it.
+        ConversionError: a block changes the shape or dtype of its state, writes into it, or is no residual map.
+        InputError: a block is given no floating-point tensor first.
     """
     surveys = {path: BlockSurvey() for path in lists}
     with ExitStack() as stack:
@@ -111,23 +86,20 @@ def survey_blocks(model: nn.Module, lists: BlockLists, batch: Any) -> dict[str, 
             for i, block in enumerate(blocks):
                 for handle in _watch(block, f"{path}.{i}", surveys[path]):
                     stack.callback(handle.remove)
-        run_network(model, batch)
-    if unused := [path for path, survey in surveys.items() if not survey.shares]:
+        output = run_network(model, batch)
+    if unused := [path for path, survey in surveys.items() if not survey.is_used]:
         raise ConversionError(f"The blocks of {unused[0]} are not called with this batch. Give one that uses them.")
-    return surveys
+    return surveys, output
 
 
 def _watch(block: nn.Module, name: str, survey: BlockSurvey) -> Sequence[Any]:
     given: list[tuple[Tensor, Tensor]] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = next((t for t in (*args[:1], *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()), None)
-        if x is not None:
-            given.append((x, x.clone()))
+        x = find_state(block, name, args, kwargs)[0]
+        given.append((x, x.clone()))
 
     def after(_: nn.Module, args: tuple[Any, ...], value: Any) -> None:
-        if not given:
-            raise ConversionError(f"{name} is given no floating-point tensor, so it has no state.")
         (x, state), out = given.pop(), get_state(value)
         if not isinstance(out, Tensor):
             raise ConversionError(f"{name} returns {type(value).__name__}, not a new state alone or first among its results.")
@@ -143,9 +115,24 @@ def _watch(block: nn.Module, name: str, survey: BlockSurvey) -> Sequence[Any]:
             )
         survey.add_state(state)
         survey.add_state(out)
-        survey.shares[name] = Share.of(state, out)
+        survey.is_used = True
+        _require_residual_map(name, state, out)
 
     return block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after)
+
+
+def _require_residual_map(name: str, state: Tensor, out: Tensor) -> None:
+    """Raise ConversionError if nothing of a state is in what a block returned, and not for want of elements to see it in."""
+    x, y = state.double().flatten(), out.double().flatten()
+    size = float(x.norm()) or 1.0
+    factor = float(x @ y) / size**2  # by least squares; 1 in x + g(x) where g(x) has nothing to do with x
+    noise = float(y.norm()) / size / len(x) ** 0.5  # the factor's standard deviation if y had nothing to do with x
+    if factor < _LEAST_FACTOR and factor + 3 * noise < 0.5:
+        raise ConversionError(
+            f"{name} is no residual map: it returns {factor:.2f} times its input, and a rest unrelated to it. A chain adds "
+            "2^-kept_bits of the input to what the block returns, and the next block would not understand the sum. Name "
+            "another list."
+        )
 
 
 @torch.no_grad()
@@ -157,9 +144,7 @@ def run_network(model: nn.Module, batch: Any) -> Tensor:
     """
     with in_mode(model, training=False), preserve_random_streams(model.parameters()):
         outputs = call(model, batch)
-    tensors = [outputs.get(name) for name in OUTPUT_NAMES] if isinstance(outputs, Mapping) else []
-    tensors += list(tensors_in(outputs))
-    main = next((t for t in tensors if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1), None)
+    main = next((t for t in tensors_in(outputs) if t.is_floating_point() and t.dim() > 1), None)
     if main is None:
         raise InputError(f"The network returns no rows that could be compared. Received: {type(outputs).__name__}.")
     return main.float()
