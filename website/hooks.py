@@ -200,7 +200,7 @@ def _list_commands(spec: Spec, row: dict[str, Any]) -> Iterator[str]:
     elif spec.head.type == "sequence_classification":
         yield f"revzoo train texts model={spec.name} data.root=TABLE.csv"
     if row["weights"] is not None:
-        yield f"revzoo eval --pretrained {spec.name}"
+        yield f"revzoo eval {spec.name}"
 
 
 def _suggest_budget(row: dict[str, Any]) -> str:

@@ -8,8 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from revzoo.commands.model_name import is_any_module, read_name
-from revzoo.commands.model_options import BATCH_HELP, create_batch, create_loss, create_model, create_optimizer, declare_model
+from revzoo.commands.model_options import (
+    BATCH_HELP,
+    create_batch,
+    create_loss,
+    create_model,
+    create_optimizer,
+    declare_model,
+    is_any_module,
+    read_name,
+)
 from revzoo.commands.parser import NAME_HELP, Parser, batch_or_range, require_png, require_writable
 from revzoo.errors import InputError
 
@@ -19,12 +27,10 @@ if TYPE_CHECKING:
     from revzoo.planning.plan import Plan
     from revzoo.planning.profiling.profile import Profile
     from revzoo.planning.ranks.rank_plan import RankPlan
-    from revzoo.runtime.lookahead import LookaheadOption
 
 SUMMARY = "Find the fastest mix of modes that fits a memory budget."
 
 _OTHER_NAMES = "timm:NAME, a folder with the config.json of a Transformers model, or package.module:function"
-_LOOKAHEADS: dict[str | None, "LookaheadOption"] = {None: 0, "0": 0, "1": 1}
 _OF_RANKS = ("--shard", "--nodes", "--offload")
 _OF_RUNNING = ("--device", "--lookahead")
 _OF_THE_ZOO = (*_OF_RUNNING, "--dtype", "--meta", "--loss", "--accumulate", "--ranks", *_OF_RANKS)
@@ -52,7 +58,8 @@ def declare(parser: Parser) -> None:
     )
     parser.add_argument(
         "--lookahead",
-        choices=("0", "1"),
+        type=int,
+        choices=(0, 1),
         help="steps recovered ahead of backward (default: 0)",
     )
     parser.add_argument(
@@ -156,7 +163,7 @@ def _plan_of_the_zoo(arguments: argparse.Namespace) -> "Plan":
         with show_status("planning"):
             result, profile = _plan_ranks(arguments, model, settings)
         return _show(arguments, model, profile, result.plan, result)
-    settings["lookahead"] = _LOOKAHEADS[arguments.lookahead]
+    settings["lookahead"] = arguments.lookahead or 0
     with accumulated_gradients(model) if arguments.accumulate else nullcontext():
         if has_range:
             return _plan_batches(arguments, model, settings)

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from revzoo.commands.model_name import declare_name, read_name
+from revzoo.commands.model_options import declare_name, read_name
 from revzoo.commands.parser import JSON_HELP, Parser, positive_count, require_png
 from revzoo.errors import CheckpointError
 

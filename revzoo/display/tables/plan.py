@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from revzoo.display.tables.base import fill
 from revzoo.display.unit_name import parse_unit_name
 from revzoo.format import format_bytes, format_flops, format_seconds, format_spread
 from revzoo.planning.comparison import SchedulePoint, summarize_plan
@@ -30,25 +31,20 @@ def tabulate_plan(plan: Plan, beside: Mapping[str, SchedulePoint] | None = None)
 
 
 def _tabulate_comparison(plan: Plan, beside: Mapping[str, SchedulePoint]) -> Table:
-    table = Table()
-    table.add_column("schedule")
     points = {"this plan": summarize_plan(plan), **beside}
-    times = ["training\nstep"] if any(point["seconds"] is not None for point in points.values()) else []
-    for heading in ("peak", "within\nthe budget", *times, "against\nall stored"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    stored = beside.get("all stored")
+    is_timed, stored, rows = any(point["seconds"] is not None for point in points.values()), beside.get("all stored"), []
     for name, point in points.items():
-        fits = _yes_or_no(point["peak_bytes"] <= plan.budget_bytes)
         seconds = "" if point["seconds"] is None else format_seconds(point["seconds"])
         seconds += format_spread(plan.spread) if seconds and name == "this plan" else ""
-        cells = (format_bytes(point["peak_bytes"]), fits, *([seconds] if times else []), _describe_extra_work(point, stored))
-        table.add_row(name, *cells)
-    table.add_row("smallest possible", format_bytes(plan.min_peak_bytes), _yes_or_no(plan.min_peak_bytes <= plan.budget_bytes))
-    return table
+        times = [seconds] if is_timed else []
+        rows.append((name, *_describe_peak(point["peak_bytes"], plan), *times, _describe_extra_work(point, stored)))
+    rows.append(("smallest possible", *_describe_peak(plan.min_peak_bytes, plan)))
+    times = ["training\nstep"] if is_timed else []
+    return fill(Table(), ("schedule", "peak", "within\nthe budget", *times, "against\nall stored"), rows)
 
 
-def _yes_or_no(answer: bool) -> str:
-    return "yes" if answer else "no"
+def _describe_peak(peak_bytes: int, plan: Plan) -> tuple[str, str]:
+    return format_bytes(peak_bytes), "yes" if peak_bytes <= plan.budget_bytes else "no"
 
 
 def _describe_extra_work(point: SchedulePoint, stored: SchedulePoint | None) -> str:
@@ -65,12 +61,8 @@ def _tabulate_modes(plan: Plan) -> Table:
         stage = name if unit.stage is None or unit.number is None else f"stages.{unit.stage}"
         counts.setdefault(stage, Counter())[mode] += 1
     used = [mode for mode in MODES if mode in plan.schedule]
-    table = Table()
-    table.add_column("units")
-    for mode in used:
-        table.add_column(mode, justify="right")
-    for stage, modes in counts.items():
-        table.add_row(escape(stage), *(str(modes[mode] or "") for mode in used))
+    rows = [(escape(stage), *(str(modes[mode] or "") for mode in used)) for stage, modes in counts.items()]
+    table = fill(Table(), ("units", *used), rows)
     if len(counts) > 1:
         table.add_section()
         table.add_row("all", *(str(plan.schedule.count(mode)) for mode in used))
