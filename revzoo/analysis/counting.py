@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from revzoo.analysis.bytes_per_pixel import list_stages, report_pixels
 from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.flops import FlopCounter
@@ -44,7 +43,7 @@ def report_model(model: Model, batch_size: int | None = None, weights_file: Path
     with preserve_schedules(model) as assign:
         for mode in MODES:
             assign(mode)
-            steps[mode], flops[mode] = _count_step(model, batch, model.units, splits_pixels=mode.inverts)
+            steps[mode], flops[mode] = _count_step(model, batch, model.units)
         if any(entry.kind == "node" and entry.stage is not None for entry in model.layout()):
             model.schedule = STAGE_INPUTS
             steps[STAGE_INPUTS], flops[STAGE_INPUTS] = _count_step(model, batch)
@@ -64,7 +63,6 @@ def report_model(model: Model, batch_size: int | None = None, weights_file: Path
         flop_ratios={mode: total / totals[Mode.STORE] for mode, total in totals.items()},
         parts=tuple(_report_parts(model, {mode: steps[mode].kept for mode in MODES})),
         memory={mode: step.memory for mode, step in steps.items()},
-        pixels=report_pixels(steps[Mode.INVERT], batch) if steps[Mode.INVERT].peaks else None,
         twin=_measure_twin(model, batch),
         sources=tuple(to_plain(spec.sources)),
         expect=to_plain(spec.expect),
@@ -84,19 +82,10 @@ def _describe_own(file: Path) -> dict[str, Any]:
     return {"file": str(file), "metric": {} if top1 is None else {"top1": top1}, "command": None}
 
 
-def _count_step(
-    model: nn.Module, batch: Tensor, units: tuple[str, ...] = (), *, splits_pixels: bool = False
-) -> tuple[CountedStep, FlopCounter]:
-    """Return the memory of a training step and its FLOPs.
-
-    Args:
-        splits_pixels: whether the peaks of its stages are split into terms, if the batch is one of images.
-    """
-    flops = FlopCounter()
-    stages = list(list_stages(model)) if splits_pixels and batch.is_floating_point() else []
-    with isolated(model, batch, fake=True) as inputs, flops:
-        step = run_and_measure(model, inputs, units=units, stages=stages)
-    return step, flops
+def _count_step(model: nn.Module, batch: Tensor, units: tuple[str, ...] = ()) -> tuple[CountedStep, FlopCounter]:
+    """Return the memory of a training step and its FLOPs."""
+    with isolated(model, batch, fake=True) as inputs, FlopCounter() as flops:
+        return run_and_measure(model, inputs, units=units), flops
 
 
 def _per_example(flops: FlopCounter, batch: Tensor) -> int:

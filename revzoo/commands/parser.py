@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from revzoo.errors import InputError, UnknownNameError, did_you_mean
 
@@ -53,18 +53,6 @@ def declare_import(parser: Parser) -> None:
         metavar="PACKAGE",
         help="a package or module with parts or specs of yours",
     )
-
-
-class Command(Protocol):
-    """What the file of a command offers."""
-
-    SUMMARY: str
-
-    def declare(self, parser: Parser) -> None:
-        """Add the command's arguments to its parser."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command and return the exit status: 0, or 1 for a comparison that failed."""
 
 
 def positive_count(text: str) -> int:

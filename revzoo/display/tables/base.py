@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -26,7 +26,7 @@ def make_table(**settings: Any) -> Table:
     return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, **settings)
 
 
-def fill(table: Table, headings: Iterable[str], rows: Iterable[Sequence[RenderableType]]) -> Table:
+def fill(table: Table, headings: Iterable[str], rows: Iterable[Sequence[Any]]) -> Table:
     """Return the table with a column of names, columns of numbers, which stay whole, and these rows."""
     for k, heading in enumerate(headings):
         table.add_column(heading, justify="right" if k else "left", no_wrap=k > 0)

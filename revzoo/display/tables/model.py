@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from revzoo.analysis.report import ModelReport, PixelReport, TwinReport
+from revzoo.analysis.report import ModelReport, TwinReport
 from revzoo.display.tables.base import DottedName, fill, make_plain_table, make_table
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.format import format_bytes, format_flops, format_shape
@@ -21,13 +21,12 @@ _ONE_TENSOR_CAPTION = (
 
 
 def tabulate_model(report: ModelReport) -> RenderableType:
-    """Return what rich is to print: sizes and costs, parts, memory in every mode and per pixel, then where it is from."""
-    pixels = [_describe_pixels(report.pixels, report.twin)] if report.pixels is not None else []
+    """Return what rich is to print: sizes and costs, parts, memory in every mode, then where it is from."""
     memory, twin = dict(report.memory), report.twin
     if twin is not None and twin.memory is not None:
         memory[f"twin: {twin.name}"] = twin.memory
     parts = _tabulate_parts(report), _tabulate_kept(report)
-    return Group(_tabulate_facts(report), *parts, MemoryTable(memory), *pixels, _tabulate_sources(report))
+    return Group(_tabulate_facts(report), *parts, MemoryTable(memory), _tabulate_sources(report))
 
 
 def _tabulate_facts(report: ModelReport) -> Table:
@@ -77,13 +76,6 @@ def _tabulate_kept(report: ModelReport) -> Table:
     return fill(
         make_table(title=title, caption=_CAPTION if report.steps else _ONE_TENSOR_CAPTION), ("part", *report.modes), rows
     )
-
-
-def _describe_pixels(pixels: PixelReport, twin: TwinReport | None) -> str:
-    text = f"With invert, {pixels}\nz: activations that backward has yet to use; g: gradients of activations; *: the peak."
-    if twin is not None and twin.memory is not None:
-        text += f" Of the twin: {twin.memory.activation_bytes / pixels.pixels:.1f} bytes per pixel."
-    return escape(f"\n{text}\n")
 
 
 def _tabulate_sources(report: ModelReport) -> Table:
