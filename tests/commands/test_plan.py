@@ -37,7 +37,7 @@ def counted_once(monkeypatch, profile_of):
     monkeypatch.setattr("revzoo.planning.profiling.profile.profile", profile)
 
 
-@pytest.mark.parametrize("name", ["rev_vit_digits", "rev_roberta_mini", pytest.param("revnet_digits", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["rev_vit_digits", "rev_roberta_mini"])
 def test_the_saved_plan_takes_what_it_promises(name, file, short, profile_of, tmp_path, run, counted_once):
     """Counted on the meta device, measured on a model that is run, with the optimizer that was named."""
     out = tmp_path / "plan.json"
@@ -65,7 +65,7 @@ def test_the_numbers_of_the_table_are_the_profiles(file, run, profile_of, counte
         "stem",
         "stages.0.blocks.0.f",
         "stages.0.blocks.0-1.g",
-        "stages.0.blocks.1.f",  # the first f has no step in front of it
+        "stages.0.blocks.1.f",  # the first f has no step before it
         "fuse",
         "head",
     ]
@@ -106,41 +106,27 @@ def test_json_of_a_plan_is_what_the_picture_shows(file, tmp_path, run, profile_o
     assert fixed_bytes == profile_of("rev_vit_digits").memory.fixed_bytes
 
 
-def test_the_knapsack_is_one_option_away(file, run, profile_of, counted_once):
-    plan = revzoo.solve(profile_of("rev_vit_digits"), middle(profile_of("rev_vit_digits")), "knapsack")
-    arguments = (*PLANNED, "--solver", "knapsack", "--budget", middle(profile_of("rev_vit_digits")), "--json")
-    printed = json.loads(run("plan", file("rev_vit_digits"), *arguments))
-    assert printed["plan"]["solver"] == "knapsack"
-    assert tuple(printed["plan"]["schedule"]) == plan.schedule
-
-
-@pytest.mark.parametrize("name", [pytest.param("rev_vit_digits", marks=pytest.mark.slow), "rev_roberta_mini"])
-def test_the_loss_and_accumulated_gradients_count(name, file, short, run):
+def test_the_loss_and_accumulated_gradients_count(file, short, run):
     """Cross-entropy unless another is named; of earlier batches one gradient for each parameter."""
 
     def plan_peak(*options) -> int:
-        printed = run("plan", file(name), "--meta", "--batch", BATCH, "--budget", "1GiB", "--json", *options)
+        printed = run("plan", file("rev_roberta_mini"), "--meta", "--batch", BATCH, "--budget", "1GiB", "--json", *options)
         return json.loads(printed)["plan"]["no_recompute_peak_bytes"]
 
     def loss(logits):
         logits = logits.flatten(0, -2)
         return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
-    model = short(name)
+    model = short("rev_roberta_mini")
     batch = model.example_input(BATCH)
     with_loss, summed, both = plan_peak(), plan_peak("--loss", "sum"), plan_peak("--accumulate")
-    assert with_loss == plan_peak("--loss", "cross_entropy")
     assert with_loss == revzoo.plan(model, batch, "1GiB", loss=loss).no_recompute_peak_bytes
-    assert summed == revzoo.plan(model, batch, "1GiB").no_recompute_peak_bytes
     assert both == revzoo.plan(model, batch, "1GiB", loss=loss, accumulate=True).no_recompute_peak_bytes
-    assert summed <= with_loss < both
-    assert (summed < with_loss) == (name == "rev_roberta_mini")  # the logits of ten classes are gone at the peak
+    assert summed < with_loss < both
 
 
 def test_with_look_ahead(file, run):
-    arguments = ("plan", file("rev_vit_digits"), *PLANNED, "--budget", "1GiB", "--json", "--lookahead")
-    assert [json.loads(run(*arguments, depth))["plan"]["lookahead"] for depth in ("0", "1")] == [0, 1]
-    printed = run(*[each for each in arguments if each != "--json"], "1")
+    printed = run("plan", file("rev_vit_digits"), *PLANNED, "--budget", "1GiB", "--lookahead", 1)
     assert "This plan looks ahead; the other schedules do not." in " ".join(printed.split())
 
 
@@ -167,9 +153,7 @@ def test_on_a_device_seconds_are_measured(file, short, tmp_path, run):
     [
         ("plan NAME", "required: --budget"),
         ("plan NAME --budget lots", "Received: 'lots'"),
-        ("plan NAME --budget 120%", "Received: '120%'"),
         ("plan NAME --budget 0", "Received: '0'"),
-        ("plan NAME --budget 1GiB --batch auto", "such as auto:16-256"),
         ("plan NAME --budget 1GiB --batch auto:0-2", "such as auto:16-256"),
         ("profile NAME --batch auto:2-5", "Received: 'auto:2-5'"),
         ("profile NAME --optimizer adamv", "'adamv'. Did you mean 'adam'?"),
@@ -242,19 +226,6 @@ def test_ranks_add_up_gradients_and_keep_shards_on_the_host(file, run):
         assert data["fixed_bytes"] == batch + kept * (held["weights"] + held["gradients"] + held["optimizer"]["state"])
 
 
-@pytest.mark.slow
-def test_ranks_that_share_nothing_take_what_one_process_takes_and_buckets(file, run):
-    """Under DDP: the plan of one process, and a copy of the gradients while they are exchanged."""
-    name = file("rev_vit_digits")
-    alone = json.loads(run("plan", name, *PLANNED, "--budget", "1GiB", "--json"))["plan"]
-    data = json.loads(run("plan", name, *RANKS, "--loss", "sum", "--shard", "none", "--budget", "1GiB", "--json"))
-    gradients = sum(p.nbytes for p in revzoo.create(name, device="meta").parameters())
-    assert data["plan"]["peak_bytes"] == alone["peak_bytes"] + gradients
-    backwards = list(revzoo.create(name, device="meta").parameters())[::-1]
-    buckets, _ = torch.distributed._compute_bucket_assignment_by_size(backwards, [1 << 20, 25 << 20])
-    assert data["ranks"]["collectives"] == {"all-reduce": {"calls": len(buckets), "bytes": 2 * 7 * gradients // 8}}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -262,23 +233,14 @@ def test_ranks_that_share_nothing_take_what_one_process_takes_and_buckets(file, 
         (("--ranks", 0), "ranks is a whole number of at least 1. Received: 0."),
         (("--ranks", 8, "--shard", "hybrid"), "Received: 8 processes on one node."),
         (("--shard", "full"), "add --ranks N"),
-        (("--nodes", 2), "add --ranks N"),
         (("--ranks", 2, "--device", "cpu"), "--device: for plans of one process"),
-        (("--offload",), "add --ranks N"),
         (("--ranks", 2, "--shard", "none", "--offload"), "Received: offload with shard=none. Use shard=full."),
-        (("--ranks", 2, "--lookahead", "1"), "--lookahead: for plans of one process"),
         (("--ranks", 2, "--batch", "auto:2-4"), "a range of batch sizes"),
         (("--ranks", 2, "--budget", "60%"), "--budget 60%"),
-        (("--ranks", 2, "--budget", "auto"), "--budget auto"),
     ],
 )
 def test_ranks_that_cannot_be_planned_are_refused(arguments, message, refused):
     assert message in refused("plan", "rev_vit_digits", "--budget", "1GiB", *arguments)
-
-
-def test_ranks_of_a_module_that_is_not_the_zoos_are_refused(refused):
-    message = refused("plan", "timm:resnet18", "--ranks", 2, "--budget", "1GiB")
-    assert message.startswith("--ranks: for models of the zoo. Received: timm:resnet18.")
 
 
 def test_a_budget_below_the_least_of_a_rank_names_what_sets_it(file, refused):
