@@ -95,11 +95,11 @@ def test_json_of_a_plan_is_what_the_picture_shows(file, tmp_path, run, profile_o
     monkeypatch.setattr("revzoo.display.figures.plan.plot_plan", lambda *arguments: drawn.append(arguments))
     picture, saved = tmp_path / "plan.png", tmp_path / "plan.json"
     budget = middle(profile_of("rev_vit_digits"))
-    arguments = (*PLANNED, "--budget", budget, "--json", "--plot", picture, "--out", saved)
+    arguments = (*PLANNED, "--budget", budget, "--solver", "knapsack", "--json", "--plot", picture, "--out", saved)
     printed = json.loads(run("plan", file("rev_vit_digits"), *arguments))
     ((plan, path, points, beside, fixed_bytes),) = drawn
     assert path == picture
-    assert Plan.load(saved) == plan
+    assert Plan.load(saved) == plan == revzoo.solve(profile_of("rev_vit_digits"), budget, "knapsack")
     assert printed == json.loads(
         json.dumps({"plan": asdict(plan), "others": beside, "front": points, "fixed_bytes": fixed_bytes})
     )
