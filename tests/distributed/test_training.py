@@ -2,14 +2,11 @@
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from revzoo.training.evaluation import evaluate_checkpoint
 from revzoo.training.loop import resume
@@ -52,16 +49,3 @@ def test_two_processes(tmp_path):
     alone = evaluate_checkpoint(run / "last.safetensors")  # every test image exactly once, on either side
     assert (alone.metrics["top1"], alone.metrics["top5"], alone.count) == (records[1]["top1"], records[1]["top5"], 355)
     assert alone.loss == pytest.approx(records[1]["loss"], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_two_processes_train_under_one_plan(tmp_path, launch):
-    """The main process makes the plan; with exact streams the weights are those of two processes that store everything."""
-    settings = shlex.join([*FAST, "model.exact=true"])
-    stored, planned = "model.schedule=store --out stored", "memory.budget=16MiB --out planned"
-    printed = launch(*(f"{LAUNCH} -m zoo_cli train digits_revnet {settings} {memory}" for memory in (stored, planned)))
-    assert printed[1].count("The plan: revnet_digits, batch of [80, 1, 8, 8] float32") == 1
-    schedule = json.loads((tmp_path / "planned" / "plan.json").read_text())["schedule"]
-    assert len(set(schedule)) > 1
-    stored, planned = (load_file(tmp_path / name / "last.safetensors") for name in ("stored", "planned"))
-    assert all(torch.equal(stored[key], planned[key]) for key in stored)
