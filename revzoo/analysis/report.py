@@ -222,8 +222,7 @@ class ModelReport:
         twin: the ordinary network, None if the spec names none.
         sources: of the spec.
         expect: of the spec.
-        weights: file and metric of the weights that ship for this very spec, and the command that trained them; for a model
-            from a folder those in it, without a command. None without weights.
+        weights: file and metric of the weights that ship for this very spec, and the command that trained them; else None.
     """
 
     name: str

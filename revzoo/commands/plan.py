@@ -196,8 +196,7 @@ def _show(
     arguments: argparse.Namespace, model: "Model", profile: "Profile", plan: "Plan", ranks: "RankPlan | None" = None
 ) -> "Plan":
     """Draw a plan, and print it next to other schedules, or everything as JSON; return it."""
-    from revzoo.display.tables.plan import tabulate_plan
-    from revzoo.display.tables.ranks import tabulate_ranks
+    from revzoo.display.tables.plan import tabulate_plan, tabulate_ranks
     from revzoo.planning.comparison import evaluate_budgets, evaluate_uniform_schedules
 
     others, fixed_bytes = evaluate_uniform_schedules(model, profile), profile.memory.fixed_bytes
@@ -218,7 +217,7 @@ def _show(
 def _plan_batches(arguments: argparse.Namespace, model: "Model", settings: dict[str, Any]) -> "Plan":
     """Find the batch size with the most samples per second; print and draw its plan, and the other sizes."""
     from revzoo.display.console import show_status
-    from revzoo.display.tables.batch import tabulate_batches
+    from revzoo.display.tables.plan import tabulate_batches
     from revzoo.planning.batch import find_best_batch
 
     with show_status("planning every batch size"):

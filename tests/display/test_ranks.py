@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from revzoo.analysis.optimizer_step import OptimizerBytes
-from revzoo.display.tables.ranks import tabulate_ranks
+from revzoo.display.tables.plan import tabulate_ranks
 from revzoo.planning.ranks.division import Division, RankBytes
 from revzoo.planning.ranks.rank_copy import Collective
 from revzoo.planning.ranks.rank_plan import RankPlan

@@ -85,7 +85,9 @@ def _tabulate_sources(report: ModelReport) -> Table:
     for name, value in report.expect.items():
         if value is not None:
             table.add_row("expected", escape(f"{name}: {value}{_compare(name, value, report)}"))
-    table.add_row("weights", escape(describe_weights(report)))
+    if (weights := report.weights) is not None:
+        metric = ", ".join(f"{name} {value:.4g}" for name, value in weights["metric"].items())
+        table.add_row("shipped weights", escape(f"{weights['file']} ({metric}; trained by: {weights['command']})"))
     return table
 
 
@@ -93,13 +95,3 @@ def _compare(name: str, expected: object, report: ModelReport) -> str:
     """Return what the model has instead of the expected number; nothing if they agree, or if it was not counted."""
     counted = {"parameters": report.parameters, "reversible_steps": report.steps}
     return f", but it has {counted[name]}" if name in counted and counted[name] != expected else ""
-
-
-def describe_weights(report: ModelReport) -> str:
-    """Return a line about the weights that ship for the model or are in its folder, or "none"."""
-    if report.weights is None:
-        return "none"
-    facts = [", ".join(f"{name} {value:.4g}" for name, value in report.weights["metric"].items())]
-    if report.weights["command"] is not None:
-        facts.append(f"trained by: {report.weights['command']}")
-    return f"{report.weights['file']} ({'; '.join(facts)})" if facts != [""] else report.weights["file"]
