@@ -57,33 +57,6 @@ def test_the_saved_plan_takes_what_it_promises(name, file, short, profile_of, tm
     assert f"revzoo.Plan.load({str(out)!r}).apply(model)" in printed.replace("\n", "")
 
 
-def test_the_numbers_of_the_table_are_the_profiles(file, run, profile_of, counted_once):
-    """Bytes kept by each kind of unit, by hand: streams of BATCH x 16 tokens x 64 channels in float32."""
-    printed = run("profile", file("rev_vit_digits"), *COUNTED)
-    assert f"[{BATCH}, 1, 8, 8] float32" in printed
-    names = [
-        "stem",
-        "stages.0.blocks.0.f",
-        "stages.0.blocks.0-1.g",
-        "stages.0.blocks.1.f",  # the first f has no step before it
-        "fuse",
-        "head",
-    ]
-    lines = [line for line in printed.splitlines() if line.split()[:1] and line.split()[0] in names]
-    assert [line.split()[0] for line in lines] == names * 2  # what they keep, and extra FLOPs
-    kept = {line.split()[0]: re.split(r"  +", line.strip())[1:] for line in lines[: len(names)]}
-    stream = BATCH * 16 * 64 * 4
-    count, _, _, recompute = kept["stages.0.blocks.0.f"]
-    assert (count, recompute) == ("1", f"{stream / 1024:.1f} KiB")
-    units = {unit.name: unit for unit in profile_of("rev_vit_digits").memory.units}
-    stored = units["stages.0.blocks.1.f"].options[0]
-    assert kept["stages.0.blocks.1.f"][1] == f"{(stored.kept_bytes + stream) / 1024:.1f} KiB"
-    assert lines[-1].rstrip().endswith(" -")  # a node cannot be inverted
-    assert "Extra FLOPs" in printed
-    assert "Inverting a step takes" not in printed
-    assert "On the meta device nothing is run" in printed
-
-
 def test_json_is_the_whole_profile(file, run, profile_of):
     printed = json.loads(run("profile", file("rev_vit_digits"), *COUNTED, "--json"))
     assert printed == json.loads(json.dumps(asdict(profile_of("rev_vit_digits"))))
@@ -133,9 +106,7 @@ def test_with_look_ahead(file, run):
 def test_on_a_device_seconds_are_measured(file, short, tmp_path, run):
     """And the batch is looked for; the plan of the best one holds when it is run."""
     path, out, picture = file("rev_vit_digits"), tmp_path / "plan.json", tmp_path / "plan.png"
-    printed = run("profile", path, "--device", "cpu", "--batch", 2)
-    assert "Inverting a step takes " in printed
-    assert "A training step takes " in printed
+    assert "A training step takes " in run("profile", path, "--device", "cpu", "--batch", 2)
     arguments = ("--device", "cpu", "--batch", "auto:2-4", "--budget", "1GiB", "--plot", picture, "--out", out)
     printed = run("plan", path, *arguments)
     assert "samples a second, measured." in printed
@@ -198,32 +169,15 @@ RANKS = ("--ranks", 8, "--batch", BATCH, "--optimizer", "adamw")
 
 
 def test_a_plan_for_many_ranks_says_what_one_holds_and_sends(file, run, tmp_path):
-    """Weights by hand, each parameter cut along its first dimension; every figure of the table is in the JSON."""
     out = tmp_path / "plan.json"
     data = json.loads(run("plan", file("rev_vit_digits"), *RANKS, "--budget", "3MiB", "--json", "--out", out))
-    plan, ranks = Plan.load(out), data["ranks"]
-    model = revzoo.create(file("rev_vit_digits"), device="meta")
-    shards = sum(4 * -(-len(p) // 8) * p[0].numel() for p in model.parameters())
-    assert ranks["held"]["weights"] == ranks["held"]["gradients"] == shards
+    ranks, model = data["ranks"], revzoo.create(file("rev_vit_digits"), device="meta")
     assert ranks["division"] == {"ranks": 8, "shard": "full", "nodes": 1, "offload": False}
-    units = len(model.units)  # all have parameters of their own, and the root has none
-    calls = {kind: each["calls"] for kind, each in ranks["collectives"].items()}
-    assert calls == {"all-gather": 2 * units, "reduce-scatter": units}
-    assert ranks["collectives"]["reduce-scatter"]["bytes"] == 7 * shards
+    assert ranks["held"]["weights"] == sum(4 * -(-len(p) // 8) * p[0].numel() for p in model.parameters())
+    assert ranks["collectives"]["reduce-scatter"]["bytes"] == 7 * ranks["held"]["gradients"]
     assert set(ranks["collectives_of_modes"]) == {"store", "selective", "recompute", "invert"}
-    assert all(each == ranks["collectives"] for each in ranks["collectives_of_modes"].values())
-    assert plan.peak_bytes == data["plan"]["peak_bytes"] <= 3 << 20
-    plan.apply(model.train())
-
-
-@pytest.mark.slow
-def test_ranks_add_up_gradients_and_keep_shards_on_the_host(file, run):
-    name = file("rev_vit_digits")
-    batch = revzoo.create(name, device="meta").example_input(BATCH).nbytes
-    for option, kept in (("--accumulate", True), ("--offload", False)):
-        data = json.loads(run("plan", name, *RANKS, option, "--budget", "1GiB", "--json"))
-        held = data["ranks"]["held"]
-        assert data["fixed_bytes"] == batch + kept * (held["weights"] + held["gradients"] + held["optimizer"]["state"])
+    assert Plan.load(out).peak_bytes == data["plan"]["peak_bytes"] <= 3 << 20
+    assert "all-gather" in run("plan", file("rev_vit_digits"), *RANKS, "--offload", "--budget", "3MiB")
 
 
 @pytest.mark.parametrize(

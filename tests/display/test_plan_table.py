@@ -60,6 +60,7 @@ def test_seconds_of_the_table_and_the_papers_observation(profile):
     assert "Inverting a step takes 2.00 times as long as its forward." in text
     kept, extra = (line.split() for line in text.splitlines() if "stages.0.blocks.1.f" in line)
     assert kept[2:4] == ["2", "ms"]
+    assert kept[-2:] == ["16.0", "KiB"]  # by mode recompute: a stream of 4 x 16 tokens x 64 channels in float32
     assert extra[1:] == ["0.01", "us", "5", "us", "4", "ms", "/", "0.007", "us"]
     assert inversion_ratio(profile) is None
 
