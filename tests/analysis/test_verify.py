@@ -72,8 +72,7 @@ class Stems(nn.Module):
         return {"y": self.second(y1, y2), "label": y1.argmax()}
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-14), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("coupling", ["additive", "momentum"])
+@pytest.mark.parametrize(("dtype", "most", "coupling"), [(torch.float64, 1e-14, "additive"), (torch.float32, 1e-5, "momentum")])
 def test_a_good_chain_passes(dtype, most, coupling):
     chain = ReversibleChain([mlp() for _ in range(6)], coupling=coupling).to(dtype)
     report = revzoo.verify(chain, streams(dtype))
@@ -180,12 +179,6 @@ def test_a_fault_in_the_second_run_alone_is_found():
     assert "does not repeat itself" not in str(report)
     assert report.reconstruction_errors["chain.steps.1"] > 1e-2
     assert any(problem.startswith("1 of 4 states") or problem.startswith("2 of 4 states") for problem in report.problems)
-
-
-def test_a_second_run_that_gives_nan_is_found():
-    report = revzoo.verify(Faulty(lambda y: y * torch.nan), streams())
-    assert not report.ok
-    assert any("The gradients differ from those of storing everything by nan" in problem for problem in report.problems)
 
 
 def test_a_run_that_draws_more_random_numbers_is_found():
@@ -296,11 +289,3 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_fault():
 def test_what_cannot_be_verified_is_refused(model, message):
     with pytest.raises(InputError, match=message):
         revzoo.verify(model, streams())
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"), [(torch.zeros(0, 8), "one example"), (torch.zeros(2, 8, device="meta"), "meta or fake")]
-)
-def test_a_batch_that_verifies_nothing_is_refused(batch, message):
-    with pytest.raises(InputError, match=message):
-        revzoo.verify(ReversibleChain([nn.Linear(8, 8)] * 2), (batch, batch))
