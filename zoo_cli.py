@@ -5,9 +5,10 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn, cast
+from types import ModuleType
+from typing import NoReturn
 
-from revzoo.commands.parser import Command, Parser
+from revzoo.commands.parser import Parser
 from revzoo.errors import RevzooError, UnknownNameError, explain_os_error
 
 COMMANDS = (
@@ -69,7 +70,7 @@ def _run(name: str, rest: list[str]) -> int:
         print(f"revzoo {revzoo.__version__}")
         return 0
     if name not in COMMANDS:
-        raise UnknownNameError("command", name, COMMANDS, _hint_at_command(name))
+        raise UnknownNameError("command", name, COMMANDS)
     command = load_command(name)
     parser = Parser(prog=f"revzoo {name}", description=command.SUMMARY)
     command.declare(parser)
@@ -78,19 +79,13 @@ def _run(name: str, rest: list[str]) -> int:
         from revzoo.plugin import import_package
 
         import_package(package)
-    return command.run(arguments)
+    status: int = command.run(arguments)
+    return status
 
 
-def load_command(name: str) -> Command:
-    """Import the file of a command."""
-    return cast(Command, import_module(f"revzoo.commands.{name}"))
-
-
-def _hint_at_command(name: str) -> str:
-    """Return what to type instead of a model's name."""
-    from revzoo.spec.names import model_files
-
-    return f" {name} is a model: revzoo show {name}." if name in model_files() else ""
+def load_command(name: str) -> ModuleType:
+    """Import the file of a command: a SUMMARY, `declare`, which adds its arguments, and `run`, which returns the status."""
+    return import_module(f"revzoo.commands.{name}")
 
 
 def _print_help() -> int:

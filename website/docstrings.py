@@ -1,4 +1,4 @@
-"""Docstrings as mkdocstrings reads them: sections behind an empty line, their text indented, other headings in bold."""
+"""Docstrings as mkdocstrings reads them: sections after an empty line, their text indented, other headings in bold."""
 
 import re
 from typing import Any

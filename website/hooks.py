@@ -21,8 +21,6 @@ ASSETS = ("fits.js", "timeline.js", "table.js", "iframe-worker.js", "site.css")
 TEXTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINE = 80  # characters of code that a page shows
 _CODE = re.compile(r"^```(?:bash|python)\n.*?^```$", re.MULTILINE | re.DOTALL)
-_INLINE = re.compile(r"(?<!</span>)<code>.*?</code>", re.DOTALL)  # in blocks a <span> is before it
-_OPTION = re.compile(r"--[a-z][a-z-]*")
 _PICTURE = re.compile(r'<img [^>]*src="([^"]+)"[^>]*>')
 SCRIPTS = {"fits.md": ("data.js", "timeline.js", "fits.js"), "zoo.md": ("table.js",)}
 
@@ -65,8 +63,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Keep options of commands in one line, link pictures to their full size, and add the scripts of the page alone."""
-    html = _INLINE.sub(lambda code: _OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
+    """Link pictures to their full size, and add the scripts of the page alone."""
     html = _PICTURE.sub(r'<a href="\1">\g<0></a>', html)
     scripts = SCRIPTS.get(page.file.src_uri, ())
     return html + "".join(f'<script src="assets/{name}"></script>\n' for name in scripts)
@@ -192,26 +189,13 @@ def _list_commands(spec: Spec, row: dict[str, Any]) -> Iterator[str]:
     yield f"revzoo show {spec.name}"
     yield f"revzoo verify {spec.name}"
     if row.get("card"):
-        budget = _suggest_budget(row)
-        counted_alone = " --meta" if budget.endswith("GiB") else ""  # not every machine can run it
-        yield f"revzoo plan {spec.name} --budget {budget}{counted_alone}"
+        yield f"revzoo plan {spec.name} --budget 8GiB --meta"
     if isinstance(spec.input, ImageInput):
         yield f"revzoo train images model={spec.name} data.root=PHOTOS"
     elif spec.head.type == "sequence_classification":
         yield f"revzoo train texts model={spec.name} data.root=TABLE.csv"
     if row["weights"] is not None:
-        yield f"revzoo eval --pretrained {spec.name}"
-
-
-def _suggest_budget(row: dict[str, Any]) -> str:
-    """Return a budget half-way between storing everything and the least peak."""
-    peaks = {}
-    for method in row["card"]["methods"]:
-        lines = method["float32"]
-        peaks[method["name"]] = max(map(lambda fixed, each: fixed + each * row["batch_size"], lines["fixed"], lines["each"]))
-    peaks.pop("twin", None)
-    size, unit = (peaks["store"] + min(peaks.values())) / 2 / 2**20, "MiB"
-    return f"{size:.0f}{unit}" if size < 1024 else f"{size / 1024:.1f}GiB"
+        yield f"revzoo eval {spec.name}"
 
 
 def draw_network(spec: Spec) -> str:

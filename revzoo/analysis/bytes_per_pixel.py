@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from revzoo.analysis.dry_run import isolated, require_module
 from revzoo.analysis.memory_terms import PixelUnit
 from revzoo.analysis.report import PixelReport
-from revzoo.analysis.step_memory import CountedStep, run_and_measure
+from revzoo.analysis.step_memory import run_and_measure
 from revzoo.errors import InputError
 from revzoo.model.create import create
 from revzoo.model.model import Model
@@ -44,16 +44,12 @@ def bytes_per_pixel(model: nn.Module | str, batch: Tensor | None = None) -> Pixe
             "revzoo.measure_memory(model, batch)."
         )
     with isolated(model, batch, fake=True) as inputs:
-        return report_pixels(run_and_measure(model, inputs, stages=list(list_stages(model))), batch)
+        step = run_and_measure(model, inputs, stages=list(_list_stages(model)))
+    count, _, height, width = batch.shape
+    return PixelReport(count, (height, width), step.memory.weight_bytes, step.peaks, step.memory.activation_bytes)
 
 
-def report_pixels(step: CountedStep, images: Tensor) -> PixelReport:
-    """Return the report of a training step on some images, which was counted by the stages of `list_stages`."""
-    memory, (count, _, *size) = step.memory, images.shape
-    return PixelReport(count, (size[0], size[1]), memory.weight_bytes, step.peaks, memory.activation_bytes)
-
-
-def list_stages(model: nn.Module) -> Iterator[PixelUnit]:
+def _list_stages(model: nn.Module) -> Iterator[PixelUnit]:
     """Yield the units of a model by stage; of another network itself, and its children, which are stages of their own."""
     if isinstance(model, Model):
         for entry in model.layout():

@@ -1,12 +1,10 @@
 """Count everything that `revzoo show` prints, draws and writes as JSON."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from revzoo.analysis.bytes_per_pixel import list_stages, report_pixels
 from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.flops import FlopCounter
@@ -14,7 +12,6 @@ from revzoo.analysis.report import ModelReport, PartReport, TwinReport
 from revzoo.analysis.step_memory import CountedStep, run_and_measure
 from revzoo.analysis.twin import build_twin
 from revzoo.checkpoint import index
-from revzoo.checkpoint.files import read_top1
 from revzoo.format import count_noun
 from revzoo.model.model import Model
 from revzoo.runtime.mode import MODES, Mode
@@ -27,7 +24,7 @@ def default_batch_size(input: Input) -> int:
     return 32 if isinstance(input, ImageInput) else 8
 
 
-def report_model(model: Model, batch_size: int | None = None, weights_file: Path | None = None) -> ModelReport:
+def report_model(model: Model, batch_size: int | None = None) -> ModelReport:
     """Measure a training step of the model in every mode, and of its twin.
 
     Everything runs under `FakeTensorMode`, so models on the meta device of any size can be measured.
@@ -35,7 +32,6 @@ def report_model(model: Model, batch_size: int | None = None, weights_file: Path
     Args:
         model: the model, on any device.
         batch_size: number of examples in the training step; None is `default_batch_size`.
-        weights_file: the model's weights, in the folder that it is from; None: those that ship for it.
     """
     spec = model.spec
     batch = model.example_input(batch_size or default_batch_size(spec.input), device="meta")
@@ -44,7 +40,7 @@ def report_model(model: Model, batch_size: int | None = None, weights_file: Path
     with preserve_schedules(model) as assign:
         for mode in MODES:
             assign(mode)
-            steps[mode], flops[mode] = _count_step(model, batch, model.units, splits_pixels=mode.inverts)
+            steps[mode], flops[mode] = _count_step(model, batch, model.units)
         if any(entry.kind == "node" and entry.stage is not None for entry in model.layout()):
             model.schedule = STAGE_INPUTS
             steps[STAGE_INPUTS], flops[STAGE_INPUTS] = _count_step(model, batch)
@@ -64,39 +60,24 @@ def report_model(model: Model, batch_size: int | None = None, weights_file: Path
         flop_ratios={mode: total / totals[Mode.STORE] for mode, total in totals.items()},
         parts=tuple(_report_parts(model, {mode: steps[mode].kept for mode in MODES})),
         memory={mode: step.memory for mode, step in steps.items()},
-        pixels=report_pixels(steps[Mode.INVERT], batch) if steps[Mode.INVERT].peaks else None,
         twin=_measure_twin(model, batch),
         sources=tuple(to_plain(spec.sources)),
         expect=to_plain(spec.expect),
-        weights=_describe_shipped(spec) if weights_file is None else _describe_own(weights_file),
+        weights=_describe_weights(spec),
     )
 
 
-def _describe_shipped(spec: Spec) -> dict[str, Any] | None:
+def _describe_weights(spec: Spec) -> dict[str, Any] | None:
     entry = index.read_index().get(spec.name)
     if entry is None or entry.digest != spec.digest:
         return None
     return {"file": entry.file, "metric": dict(entry.metric), "command": entry.command}
 
 
-def _describe_own(file: Path) -> dict[str, Any]:
-    top1 = read_top1(file)
-    return {"file": str(file), "metric": {} if top1 is None else {"top1": top1}, "command": None}
-
-
-def _count_step(
-    model: nn.Module, batch: Tensor, units: tuple[str, ...] = (), *, splits_pixels: bool = False
-) -> tuple[CountedStep, FlopCounter]:
-    """Return the memory of a training step and its FLOPs.
-
-    Args:
-        splits_pixels: whether the peaks of its stages are split into terms, if the batch is one of images.
-    """
-    flops = FlopCounter()
-    stages = list(list_stages(model)) if splits_pixels and batch.is_floating_point() else []
-    with isolated(model, batch, fake=True) as inputs, flops:
-        step = run_and_measure(model, inputs, units=units, stages=stages)
-    return step, flops
+def _count_step(model: nn.Module, batch: Tensor, units: tuple[str, ...] = ()) -> tuple[CountedStep, FlopCounter]:
+    """Return the memory of a training step and its FLOPs."""
+    with isolated(model, batch, fake=True) as inputs, FlopCounter() as flops:
+        return run_and_measure(model, inputs, units=units), flops
 
 
 def _per_example(flops: FlopCounter, batch: Tensor) -> int:

@@ -322,14 +322,9 @@ def _replace_tensors(model: nn.Module, stack: ExitStack, table: str, convert: Ca
     replacements: dict[int, Tensor] = {}
     for module in model.modules():
         entries: dict[str, Tensor | None] = getattr(module, table)
-        stack.callback(_restore, entries, dict(entries))
+        stack.callback(_restore_contents, entries, dict(entries))
         for name, t in entries.items():
             if t is not None:
                 if id(t) not in replacements:
                     replacements[id(t)] = convert(t)
                 entries[name] = replacements[id(t)]
-
-
-def _restore(entries: dict[str, Tensor | None], originals: dict[str, Tensor | None]) -> None:
-    entries.clear()
-    entries.update(originals)

@@ -1,8 +1,7 @@
 """Count the arithmetic of a forward and backward; a multiply-add is 2.
 
-The formulas are revzoo's own, so that the figures are the same on every supported PyTorch: `torch.utils.flop_counter` lacks
-attention on the CPU before 2.15 and forgets the groups of a convolution in the gradient of its weight. What is registered there
-beyond these operations, by PyTorch or by a user for a kernel, counts too.
+The formulas are those of `torch.utils.flop_counter`, and what a user registers there for a kernel. Two are revzoo's own:
+PyTorch lacks attention on the CPU before 2.15, and forgets the groups of a convolution in the gradient of its weight.
 """
 
 from collections.abc import Callable
@@ -91,40 +90,14 @@ def _own_formulas() -> dict[Any, Formula]:
     return {getattr(aten, name): formula for name, formula in _FORMULAS.items() if hasattr(aten, name)}
 
 
-def _count_product(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
-    """Count (..., M, K) @ (..., K, N)."""
-    return 2 * left.numel() * right.shape[-1]
-
-
-def _count_added_product(_: Tensor, left: Tensor, right: Tensor, *__: Any, **___: Any) -> int:
-    return _count_product(left, right)
-
-
-def _count_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    *_: Any,
-    out_val: Tensor,
-    **__: Any,
-) -> int:
-    return _count_convolution_of(x, weight, out_val, transposed)
-
-
-def _count_convolution_of(x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> int:
-    """Count one use of every weight at every position: of the output, or of the input where transposed."""
-    positions = (x if transposed else out).shape[2:]
-    return 2 * x.shape[0] * prod(positions) * weight.numel()
-
-
 def _count_convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any, **_: Any) -> int:
-    """Count as much as the forward for the gradient of the input and for that of the weight, where they are wanted."""
+    """Count as much as the forward for the gradient of the input and for that of the weight, where they are wanted.
+
+    That is one use of every weight at every position: of the output, or of the input where transposed.
+    """
     *_before, transposed, _output_padding, _groups, wanted = arguments
-    count: int = sum(wanted[:2]) * _count_convolution_of(x, weight, grad, transposed)
+    positions = (x if transposed else grad).shape[2:]
+    count: int = sum(wanted[:2]) * 2 * x.shape[0] * prod(positions) * weight.numel()
     return count
 
 
@@ -141,12 +114,6 @@ def _count_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: T
 
 
 _FORMULAS: dict[str, Formula] = {
-    "mm": _count_product,
-    "bmm": _count_product,
-    "_scaled_mm": _count_product,
-    "addmm": _count_added_product,
-    "baddbmm": _count_added_product,
-    "convolution": _count_convolution,
     "convolution_backward": _count_convolution_backward,
     "_scaled_dot_product_attention_math_for_mps": _count_attention,
     **dict.fromkeys(ATTENTION, _count_attention),

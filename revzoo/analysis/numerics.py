@@ -14,7 +14,7 @@ Source: ratio and alpha are those of Hascoet et al. 2023, section 4.1; the angle
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -237,13 +237,6 @@ class _StateRecorder:
         )
 
 
-@contextmanager
-def _tolerate_noise() -> Iterator[None]:
-    """Raise nothing and warn of nothing where rounding is amplified."""
-    with set_tripwire(False), ignore_error_growth():
-        yield
-
-
 def _join_halves(rows: Sequence[RebuiltState]) -> RebuiltState:
     """Return one state for the halves of the channels, equal in size, on which a layer is run one after the other."""
     signal, noise = mean(row.signal for row in rows), mean(row.noise for row in rows)
@@ -254,7 +247,8 @@ def _compute_gradients(
     model: nn.Module, batch: Any, loss: Loss, mode: Mode | None = None, recorder: _StateRecorder | None = None
 ) -> Gradients:
     """Return the gradients of the loss; every call draws the same random numbers."""
-    with isolated(model, batch) as inputs, preserve_schedules(model) as assign, _tolerate_noise():
+    tolerated = set_tripwire(False), ignore_error_growth()  # what rounding does is what is measured
+    with isolated(model, batch) as inputs, preserve_schedules(model) as assign, tolerated[0], tolerated[1]:
         if mode is not None:
             assign(mode)
         with nullcontext() if recorder is None else observe_states(recorder.note):

@@ -139,19 +139,18 @@ class PixelReport:
 
     def __str__(self) -> str:
         height, width = self.size
-        rows: list[tuple[str, ...]] = [("stage", "z", "g", "temporaries", "sum", "at its peak in")]
-        for name, peak in self.stages.items():
-            terms = (peak.hidden_bytes, peak.gradient_bytes, peak.temporary_bytes, peak.total_bytes)
-            mark = " *" if name == self.peak_stage else ""
-            rows.append((f"{name}{mark}", *(f"{each / self.pixels:.1f}" for each in terms), f"{peak.phase} of {peak.unit}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        longest = max(map(len, self.stages)) + 2  # with a mark
         lines = [
             f"{self.bytes_per_pixel:.1f} bytes per pixel of {self.images} images of {height} x {width} "
-            f"({format_bytes(self.counted_bytes)}), and {format_bytes(self.weight_bytes)} of weights"
+            f"({format_bytes(self.counted_bytes)}), and {format_bytes(self.weight_bytes)} of weights",
+            f"{'stage':<{longest}}        z        g  temporaries      sum  at its peak in",
         ]
-        for stage, *numbers, place in rows:
-            cells = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=False)]
-            lines.append("  ".join([stage.ljust(widths[0]), *cells, place]))
+        for name, peak in self.stages.items():
+            z, g, rest, total = (
+                each / self.pixels for each in (peak.hidden_bytes, peak.gradient_bytes, peak.temporary_bytes, peak.total_bytes)
+            )
+            stage = f"{name}{' *' * (name == self.peak_stage)}"
+            lines.append(f"{stage:<{longest}}  {z:>7.1f}  {g:>7.1f}  {rest:>11.1f}  {total:>7.1f}  {peak.phase} of {peak.unit}")
         return "\n".join(lines)
 
 
@@ -220,12 +219,10 @@ class ModelReport:
         flop_ratios: FLOPs of a forward and backward relative to those of `store`, by mode.
         parts: the parts in the order of forward.
         memory: memory of a training step, by mode.
-        pixels: in mode `invert`, the memory per pixel, stage by stage and term by term; None for texts.
         twin: the ordinary network, None if the spec names none.
         sources: of the spec.
         expect: of the spec.
-        weights: file and metric of the weights that ship for this very spec, and the command that trained them; for a model
-            from a folder those in it, without a command. None without weights.
+        weights: file and metric of the weights that ship for this very spec, and the command that trained them; else None.
     """
 
     name: str
@@ -242,7 +239,6 @@ class ModelReport:
     flop_ratios: dict[str, float]
     parts: tuple[PartReport, ...]
     memory: dict[str, MemoryReport]
-    pixels: PixelReport | None
     twin: TwinReport | None
     sources: tuple[dict[str, str], ...]
     expect: dict[str, Any]

@@ -74,7 +74,7 @@ class Trial:
         with self._open() as (model, inputs), preserve_schedules(model) as assign, set_tripwire(tripwire):
             if mode is not None:
                 assign(mode)
-            with nullcontext(_do_nothing) if watch is None else watch(model) as end_forward:
+            with nullcontext(lambda: None) if watch is None else watch(model) as end_forward:
                 self._run_both_ways(model, inputs, end_forward)
             outcome = Outcome(
                 {name: p.grad for name, p in model.named_parameters() if p.requires_grad},
@@ -121,10 +121,6 @@ class Trial:
         random.random()
         if numpy := sys.modules.get("numpy"):
             numpy.random.random()
-
-
-def _do_nothing() -> None:
-    """Between forward and backward of a run at which nobody looks."""
 
 
 def _get_rng_states(model: nn.Module) -> list[Tensor]:

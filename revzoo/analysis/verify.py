@@ -145,7 +145,9 @@ def _run_and_compare(trial: Trial, model: nn.Module) -> VerifyReport:
     report, scheduled, failure = _run_schedule(trial, model, can_compare)
     if scheduled is None:
         return replace(report, problems=(*_find_noise(noise, report, failure), failure))
-    report = _compare(report, scheduled, stored)
+    overall, each = _compare_gradients(scheduled.gradients, stored.gradients)
+    identical = _are_identical(scheduled.gradients, stored.gradients)
+    report = replace(report, gradient_error=overall, gradient_errors=each, identical=identical)
     problems = [*_find_noise(noise, report, failure), *_find_problems(report, scheduled, stored, failure)]
     return replace(report, problems=tuple(problems))
 
@@ -238,25 +240,17 @@ class _InputRecorder:
         self._errors[name] = max(error, self._errors.get(name, 0.0))
 
 
-def _compare(report: VerifyReport, scheduled: Outcome, stored: Outcome) -> VerifyReport:
-    """Return the report with the errors of the gradients."""
-    overall, each = _compare_gradients(scheduled.gradients, stored.gradients)
-    identical = _are_identical(scheduled.gradients, stored.gradients)
-    return replace(report, gradient_error=overall, gradient_errors=each, identical=identical)
-
-
 def _find_noise(noise: float, report: VerifyReport, failure: str) -> Iterator[str]:
     """Yield a sentence if two stored runs differ by more than rounding explains."""
     if not noise <= _LIMITS[report.dtype][1]:
-        sentence = (
-            f"The model does not repeat itself: the gradients of two runs with the same seed, both storing all activations, "
-            f"differ by {noise:.1e}."
-        )
         cause = (
             " Some function depends on more than its input, its parameters and torch's random numbers, so it cannot be run "
             "again in backward."
         )
-        yield sentence if failure else sentence + cause
+        yield (
+            f"The model does not repeat itself: the gradients of two runs with the same seed, both storing all activations, "
+            f"differ by {noise:.1e}.{'' if failure else cause}"
+        )
 
 
 def _find_problems(report: VerifyReport, scheduled: Outcome, stored: Outcome, failure: str) -> Iterator[str]:

@@ -320,14 +320,6 @@ def read_metadata(path: str | Path) -> dict[str, str]:
         return dict(file.metadata() or {})
 
 
-def read_top1(path: Path) -> float | None:
-    """Return the top-1 that training saved with weights [%]; None where it did not, or the file is damaged."""
-    try:
-        return float(read_metadata(path)["revzoo.top1"])
-    except (CheckpointError, SafetensorError, KeyError, ValueError):
-        return None
-
-
 def strip_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Remove the prefixes that wrappers (DistributedDataParallel, torch.compile) add to every key."""
     for prefix in _WRAPPERS * 2:  # either may be outermost

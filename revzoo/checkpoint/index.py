@@ -22,7 +22,7 @@ class WeightsEntry:
         file: file name in the weights folder.
         sha256: checksum of the file, in hex.
         digest: digest of the spec that the weights were trained with.
-        metric: name and value that `revzoo eval --pretrained` must reproduce, for example {"top1": 98.9} [%].
+        metric: name and value that `revzoo eval NAME` must reproduce, for example {"top1": 98.9} [%].
         command: the command that trained the weights.
     """
 
@@ -50,7 +50,7 @@ def find_shipped_weights(name: str) -> Path:
     """
     rows = read_index()
     if name not in rows:
-        hint = f" {name} is a folder: leave --pretrained out." if os.path.isdir(name) else ""
+        hint = f" {name} is a folder: leave pretrained out." if os.path.isdir(name) else ""
         raise UnknownNameError("shipped weights", name, rows, hint)
     path = data_root() / "weights" / rows[name].file
     if not path.is_file():

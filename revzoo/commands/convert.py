@@ -3,14 +3,10 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from revzoo.bounds import MOST_KEPT_BITS
 from revzoo.commands.parser import Parser, declare_import, positive_count
 from revzoo.errors import quote
-
-if TYPE_CHECKING:
-    from revzoo.model.model import Model
 
 SUMMARY = "Make a pretrained network reversible."
 
@@ -66,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     with show_status("converting, and comparing both networks"):
         from revzoo.conversion.convert import convert
+        from revzoo.spec.schema import ImageInput
 
         floating = arguments.m is not None or arguments.beta is not None
         report = convert(
@@ -83,16 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         print_text(str(report))
-        model, data = quote(f"model={arguments.out}"), _name_data(report.model)
-        print(f"{arguments.out}: fine-tune it with revzoo train finetune {model} {data}")
+        takes_images = isinstance(report.model.spec.input, ImageInput)
+        data = "data.root=IMAGES" if takes_images else "data.name=text_classification data.root=TABLE.csv"
+        print(f"{arguments.out}: fine-tune it with revzoo train finetune {quote(f'model={arguments.out}')} {data}")
     return 0
-
-
-def _name_data(model: "Model") -> str:
-    """Return the settings that name the data of a fine-tuning, and the tokenizer where nothing says which."""
-    from revzoo.spec.schema import ImageInput
-
-    if isinstance(model.spec.input, ImageInput):
-        return "data.root=IMAGES"
-    tokenizer = "" if "tokenizer" in model.data_config else " data.text.tokenizer=tokenizer.json"
-    return f"data.name=text_classification data.root=TABLE.csv{tokenizer}"

@@ -4,13 +4,9 @@ import argparse
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from revzoo.commands.parser import Parser, declare_import, split_overrides
 from revzoo.errors import InputError
-
-if TYPE_CHECKING:
-    from revzoo.training.evaluation import Scores
 
 SUMMARY = "Evaluate a trained model, or weights that ship."
 
@@ -24,29 +20,27 @@ def declare(parser: Parser) -> None:
         help="the folder of a run, a checkpoint in it, or a model whose weights ship; and overrides such as data.root=DIR",
     )
     declare_import(parser)
-    parser.add_argument("--pretrained", metavar="NAME", help="evaluate the weights that ship for this model")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print the metrics; 1 if the loss is not finite or shipped weights do not reach the metric of their index."""
     targets, overrides = split_overrides(arguments.target)
-    if len(targets) + (arguments.pretrained is not None) != 1:
-        raise InputError("Name one thing to evaluate: the folder of a run, a checkpoint in it, or --pretrained NAME.")
-    from revzoo.display.console import show_status
+    if len(targets) != 1:
+        raise InputError("Name one thing to evaluate: the folder of a run, a checkpoint in it, or a model whose weights ship.")
+    from revzoo.display.console import print_text, show_status
 
     with show_status("evaluating"):
         from revzoo.checkpoint.index import read_index
         from revzoo.metric import CHOSEN
         from revzoo.training.evaluation import evaluate_checkpoint, evaluate_pretrained
 
-        shipped = arguments.pretrained
-        if targets and targets[0] in read_index():  # as for every command, a name goes before a folder that has it
-            shipped = targets[0]
-        if shipped is None:
-            scores, entry = evaluate_checkpoint(Path(targets[0]), overrides), None
+        if targets[0] in read_index():  # as for every command, a name goes before a folder that has it
+            scores, entry = evaluate_pretrained(targets[0], overrides)
         else:
-            scores, entry = evaluate_pretrained(shipped, overrides)
-    _print_scores(shipped or targets[0], scores)
+            scores, entry = evaluate_checkpoint(Path(targets[0]), overrides), None
+    for note in scores.notes:
+        print_text(f"Note: {note}.")
+    print_text(f"{targets[0]}: {scores}")
     if entry is None:
         if not math.isfinite(scores.loss):
             print("revzoo: the loss is not finite: the model returns infinities or NaN.", file=sys.stderr)
@@ -56,11 +50,3 @@ def run(arguments: argparse.Namespace) -> int:
     same = abs(scores.metrics[CHOSEN.key] - expected) < 0.005  # the index has two decimals
     print(f"The index says {CHOSEN.label} {CHOSEN.format(expected)}: {'the same' if same else 'NOT the same'}.")
     return 0 if same else 1
-
-
-def _print_scores(name: str, scores: "Scores") -> None:
-    from revzoo.display.console import print_text
-
-    for note in scores.notes:
-        print_text(f"Note: {note}.")
-    print_text(f"{name}: {scores}")

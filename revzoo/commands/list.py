@@ -21,40 +21,25 @@ def declare(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the names that match; with --long also what was measured for them."""
-    from revzoo.spec import list_models
+    """Print the names that match; with --long also what was measured for models, or what the files of recipes say."""
+    from revzoo.spec import list_models, list_recipes
+
+    kind, list_names = ("recipe", list_recipes) if arguments.recipes else ("model", list_models)
+    names = list_names(arguments.pattern)
+    if not names:
+        raise UnknownNameError(kind, arguments.pattern, list_names("*"))
+    if not arguments.long:
+        print("\n".join(names))
+        return 0
+    from revzoo.display.console import print_renderable
+    from revzoo.display.tables.zoo import tabulate_recipes, tabulate_zoo
+    from revzoo.spec.names import data_root, recipe_files
 
     if arguments.recipes:
-        return _list_recipes(arguments)
-    names = list_models(arguments.pattern)
-    if not names:
-        raise UnknownNameError("model", arguments.pattern, list_models())
-    if not arguments.long:
-        print("\n".join(names))
-        return 0
-    from revzoo.display.console import print_renderable
-    from revzoo.display.tables.zoo import tabulate_zoo
-    from revzoo.spec.names import data_root
-
-    print_renderable(tabulate_zoo(names, json.loads((data_root() / "docs" / "zoo.json").read_text(encoding="utf-8"))))
-    return 0
-
-
-def _list_recipes(arguments: argparse.Namespace) -> int:
-    """Print the names of the recipes that match, or with --long what the first lines of their files say."""
-    from revzoo.spec.names import list_recipes, recipe_files
-
-    names = list_recipes(arguments.pattern)
-    if not names:
-        raise UnknownNameError("recipe", arguments.pattern, list_recipes())
-    if not arguments.long:
-        print("\n".join(names))
-        return 0
-    from revzoo.display.console import print_renderable
-    from revzoo.display.tables.zoo import tabulate_recipes
-
-    files = recipe_files()
-    print_renderable(tabulate_recipes({name: _read_first_sentence(files[name]) for name in names}))
+        files = recipe_files()
+        print_renderable(tabulate_recipes({name: _read_first_sentence(files[name]) for name in names}))
+    else:
+        print_renderable(tabulate_zoo(names, json.loads((data_root() / "docs" / "zoo.json").read_text(encoding="utf-8"))))
     return 0
 
 

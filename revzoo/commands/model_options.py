@@ -1,12 +1,14 @@
-"""What `revzoo profile` and `revzoo plan` share: the options for the model, its device and its optimizer."""
+"""The model of a command: its name and overrides as they are typed, and what `revzoo profile` and `revzoo plan` share."""
 
 import argparse
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo.commands.model_name import declare_name, read_name
-from revzoo.commands.parser import DTYPE_HELP, DTYPES, NAME_HELP, Parser
+from revzoo.commands.parser import DTYPE_HELP, DTYPES, NAME_HELP, Parser, declare_import, split_overrides
 from revzoo.errors import InputError, UnknownNameError
+from revzoo.hub import HUB_PREFIX
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -16,6 +18,30 @@ if TYPE_CHECKING:
     from revzoo.planning.profiling.trace import LossFunction
 
 BATCH_HELP = "examples in a batch (default: 32 images, or 8 texts)"
+
+
+def declare_name(parser: Parser, name_help: str = NAME_HELP) -> None:
+    """Add the name of a model, and its overrides."""
+    parser.add_argument("name", nargs="+", help=f"{name_help}, and overrides such as head.outputs=10 or img_size=160")
+    declare_import(parser)
+
+
+def is_any_module(name: str) -> bool:
+    """Return whether a name stands for a module that is not the zoo's; a folder may have a colon in its name."""
+    names_function = ":" in name and not name.startswith(HUB_PREFIX) and not os.path.exists(name)
+    return names_function or (Path(name) / "config.json").is_file()
+
+
+def read_name(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the one name among words, and the overrides.
+
+    Raises:
+        InputError: there is no name, or more than one.
+    """
+    names, overrides = split_overrides(list(words))
+    if len(names) != 1:
+        raise InputError(f"Name one model. Received: {', '.join(names) or 'none'}. Overrides look like head.outputs=10.")
+    return names[0], overrides
 
 
 def declare_model(

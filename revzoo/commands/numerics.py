@@ -4,7 +4,7 @@ import argparse
 import json
 from contextlib import nullcontext
 
-from revzoo.commands.model_name import declare_name, read_name
+from revzoo.commands.model_options import declare_name, read_name
 from revzoo.commands.parser import DTYPE_HELP, DTYPES, JSON_HELP, Parser, positive_count
 
 SUMMARY = "Measure the noise in rebuilt activations and what it does to gradients."

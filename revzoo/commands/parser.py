@@ -2,11 +2,11 @@
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
-from revzoo.errors import InputError, UnknownNameError, find_nearest, quote
+from revzoo.errors import InputError, UnknownNameError, did_you_mean
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 DTYPE_HELP = "number format of weights and streams (default: float32)"
@@ -15,13 +15,9 @@ JSON_HELP = "print everything as JSON instead"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are revzoo's errors, with the nearest option or override.
-
-    A command whose users may take a setting for an option sets `list_settings`, which returns the paths of its overrides.
-    """
+    """An argument parser whose complaints are revzoo's errors."""
 
     def __init__(self, **settings: Any):
-        self.list_settings: Callable[[], list[str]] = list
         super().__init__(allow_abbrev=False, **settings)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
@@ -35,22 +31,12 @@ class Parser(argparse.ArgumentParser):
             self.error("an empty word was typed, such as that of a shell variable that is not set")
         parsed, rest = self.parse_known_intermixed_args(arguments)
         if rest and rest[0].startswith("-"):
-            raise self._unknown_option(rest[0])
+            option, options = rest[0].partition("=")[0], list(self._option_string_actions)
+            hint = did_you_mean(option, options, 0.75) or " Settings are overrides without dashes, such as train.epochs=3."
+            raise UnknownNameError(f"option of {self.prog}", option, options, hint)
         if rest:
             self.error(f"unexpected argument {rest[0]!r}")
         return parsed
-
-    def _unknown_option(self, received: str) -> UnknownNameError:
-        """Return the error of an option, with the override that sets what it was to set."""
-        (option, _, value), hint = received.partition("="), ""
-        options = list(self._option_string_actions)
-        if find_nearest(option, options, cutoff=0.75) is None:
-            from revzoo.spec.synonym import find_settings
-
-            for setting in find_settings(option.lstrip("-").replace("-", "_"), self.list_settings())[:1]:
-                override = f"{setting}={value or '...'}"
-                hint = f" Settings are overrides without dashes: {quote(override)}."
-        return UnknownNameError(f"option of {self.prog}", option, options, hint)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and leaving."""
@@ -67,18 +53,6 @@ def declare_import(parser: Parser) -> None:
         metavar="PACKAGE",
         help="a package or module with parts or specs of yours",
     )
-
-
-class Command(Protocol):
-    """What the file of a command offers."""
-
-    SUMMARY: str
-
-    def declare(self, parser: Parser) -> None:
-        """Add the command's arguments to its parser."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command and return the exit status: 0, or 1 for a comparison that failed."""
 
 
 def positive_count(text: str) -> int:

@@ -8,8 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from revzoo.commands.model_name import is_any_module, read_name
-from revzoo.commands.model_options import BATCH_HELP, create_batch, create_loss, create_model, create_optimizer, declare_model
+from revzoo.commands.model_options import (
+    BATCH_HELP,
+    create_batch,
+    create_loss,
+    create_model,
+    create_optimizer,
+    declare_model,
+    is_any_module,
+    read_name,
+)
 from revzoo.commands.parser import NAME_HELP, Parser, batch_or_range, require_png, require_writable
 from revzoo.errors import InputError
 
@@ -19,12 +27,10 @@ if TYPE_CHECKING:
     from revzoo.planning.plan import Plan
     from revzoo.planning.profiling.profile import Profile
     from revzoo.planning.ranks.rank_plan import RankPlan
-    from revzoo.runtime.lookahead import LookaheadOption
 
 SUMMARY = "Find the fastest mix of modes that fits a memory budget."
 
 _OTHER_NAMES = "timm:NAME, a folder with the config.json of a Transformers model, or package.module:function"
-_LOOKAHEADS: dict[str | None, "LookaheadOption"] = {None: 0, "0": 0, "1": 1}
 _OF_RANKS = ("--shard", "--nodes", "--offload")
 _OF_RUNNING = ("--device", "--lookahead")
 _OF_THE_ZOO = (*_OF_RUNNING, "--dtype", "--meta", "--loss", "--accumulate", "--ranks", *_OF_RANKS)
@@ -52,7 +58,8 @@ def declare(parser: Parser) -> None:
     )
     parser.add_argument(
         "--lookahead",
-        choices=("0", "1"),
+        type=int,
+        choices=(0, 1),
         help="steps recovered ahead of backward (default: 0)",
     )
     parser.add_argument(
@@ -156,7 +163,7 @@ def _plan_of_the_zoo(arguments: argparse.Namespace) -> "Plan":
         with show_status("planning"):
             result, profile = _plan_ranks(arguments, model, settings)
         return _show(arguments, model, profile, result.plan, result)
-    settings["lookahead"] = _LOOKAHEADS[arguments.lookahead]
+    settings["lookahead"] = arguments.lookahead or 0
     with accumulated_gradients(model) if arguments.accumulate else nullcontext():
         if has_range:
             return _plan_batches(arguments, model, settings)
@@ -189,8 +196,7 @@ def _show(
     arguments: argparse.Namespace, model: "Model", profile: "Profile", plan: "Plan", ranks: "RankPlan | None" = None
 ) -> "Plan":
     """Draw a plan, and print it next to other schedules, or everything as JSON; return it."""
-    from revzoo.display.tables.plan import tabulate_plan
-    from revzoo.display.tables.ranks import tabulate_ranks
+    from revzoo.display.tables.plan import tabulate_plan, tabulate_ranks
     from revzoo.planning.comparison import evaluate_budgets, evaluate_uniform_schedules
 
     others, fixed_bytes = evaluate_uniform_schedules(model, profile), profile.memory.fixed_bytes
@@ -211,7 +217,7 @@ def _show(
 def _plan_batches(arguments: argparse.Namespace, model: "Model", settings: dict[str, Any]) -> "Plan":
     """Find the batch size with the most samples per second; print and draw its plan, and the other sizes."""
     from revzoo.display.console import show_status
-    from revzoo.display.tables.batch import tabulate_batches
+    from revzoo.display.tables.plan import tabulate_batches
     from revzoo.planning.batch import find_best_batch
 
     with show_status("planning every batch size"):

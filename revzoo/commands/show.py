@@ -4,9 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
-from revzoo.commands.model_name import declare_name, read_name
+from revzoo.commands.model_options import declare_name, read_name
 from revzoo.commands.parser import JSON_HELP, Parser, positive_count, require_png
-from revzoo.errors import CheckpointError
 
 SUMMARY = "Show a model's parts, and the memory and FLOPs of a training step."
 
@@ -34,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         from revzoo.analysis.counting import report_model
         from revzoo.model.create import create
 
-        report = report_model(create(name, overrides=overrides, device="meta"), arguments.batch, _find_weights(name))
+        report = report_model(create(name, overrides=overrides, device="meta"), arguments.batch)
     if arguments.plot is not None:
         from revzoo.display.figures.model import plot_model
 
@@ -46,13 +45,3 @@ def run(arguments: argparse.Namespace) -> int:
 
         print_renderable(tabulate_model(report))
     return 0
-
-
-def _find_weights(name: str) -> Path | None:
-    """Return the weights in a folder; None where there is no folder, or that of a run before the end of its first epoch."""
-    from revzoo.checkpoint.index import find_folder_weights
-
-    try:
-        return find_folder_weights(name)
-    except CheckpointError:
-        return None

@@ -20,7 +20,6 @@ def declare(parser: Parser) -> None:
         "A GPU is used where there is one: CUDA_VISIBLE_DEVICES chooses it, ACCELERATE_USE_CPU=true the CPU."
     )
     declare_import(parser)
-    parser.list_settings = _list_settings
     parser.add_argument(
         "recipe", nargs="*", help="a recipe's name or .yaml file (default: digits), and overrides such as optimizer.lr=1e-3"
     )
@@ -36,13 +35,6 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "--accept-changes", action="store_true", help="with --resume: go on although recipe or place of the data have changed"
     )
-
-
-def _list_settings() -> list[str]:
-    from revzoo.spec.parsing import list_paths
-    from revzoo.training.options import Recipe
-
-    return list_paths(Recipe)
 
 
 def run(arguments: argparse.Namespace) -> int:

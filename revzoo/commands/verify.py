@@ -2,7 +2,7 @@
 
 import argparse
 
-from revzoo.commands.model_name import declare_name, read_name
+from revzoo.commands.model_options import declare_name, read_name
 from revzoo.commands.parser import DTYPE_HELP, DTYPES, Parser, positive_count
 
 SUMMARY = "Compare a model's gradients with those of storing all activations."

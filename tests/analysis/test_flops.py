@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from revzoo.analysis.flops import FlopCounter, count_flops, count_operation_flops
+from revzoo.analysis.flops import FlopCounter, count_flops
 from revzoo.errors import InputError
 from revzoo.runtime import ReversibleChain
 
@@ -26,17 +26,14 @@ def test_a_linear_layer_is_three_products():
 ATTENTION = 3 * 2 * 7 * 8 * 8 * 3 + (2 + 5) * 2 * 3 * 7 * 7 * 8  # a linear layer's three products, attention's two and five
 
 
-@pytest.mark.parametrize("registry", ["pytorch", "empty"])
-def test_attention_counts_alike_on_the_cpu_on_meta_and_in_a_real_run(registry, monkeypatch):
+def test_attention_counts_alike_on_the_cpu_on_meta_and_in_a_real_run(monkeypatch):
     """Also where PyTorch's own table has no attention, as that of 2.14 has none for the CPU."""
-    if registry == "empty":
-        monkeypatch.setattr("torch.utils.flop_counter.flop_registry", {})
+    products = {torch.ops.aten.mm: flop_registry[torch.ops.aten.mm]}
+    monkeypatch.setattr("torch.utils.flop_counter.flop_registry", products)
     model, x = Attention(8, 8, bias=False), torch.zeros(3, 1, 7, 8, requires_grad=True)
-    assert count_flops(model, x) == ATTENTION
-    assert (
-        count_flops(Attention(8, 8, bias=False, device="meta"), torch.zeros_like(x, device="meta").requires_grad_())
-        == ATTENTION
-    )
+    with torch.device("meta"):
+        on_meta = Attention(8, 8, bias=False), torch.zeros(3, 1, 7, 8, requires_grad=True)
+    assert count_flops(model, x) == count_flops(*on_meta) == ATTENTION
     with FlopCounter() as flops:
         model(x).sum().backward()
     assert flops.forward + flops.backward == ATTENTION
@@ -50,27 +47,6 @@ def test_fewer_heads_of_keys_than_of_queries():
     assert (flops.forward, flops.backward) == (2 * products, 5 * products)
 
 
-def test_formulas_agree_with_pytorchs():
-    """But for those of convolutions with groups, which PyTorch counts wrongly, all that PyTorch knows of the operations."""
-    q, k, v = torch.zeros(2, 3, 5, 8), torch.zeros(2, 3, 7, 8), torch.zeros(2, 3, 7, 6)
-    x, w, out = torch.zeros(2, 4, 9, 9), torch.zeros(6, 4, 3, 3), torch.zeros(2, 6, 7, 7)
-    convolution = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    arguments = {
-        "mm": ((torch.zeros(2, 3), torch.zeros(3, 4)), torch.zeros(2, 4)),
-        "addmm": ((torch.zeros(4), torch.zeros(2, 3), torch.zeros(3, 4)), torch.zeros(2, 4)),
-        "bmm": ((torch.zeros(5, 2, 3), torch.zeros(5, 3, 4)), torch.zeros(5, 2, 4)),
-        "baddbmm": ((torch.zeros(4), torch.zeros(5, 2, 3), torch.zeros(5, 3, 4)), torch.zeros(5, 2, 4)),
-        "convolution": ((x, w, None, *convolution), out),
-        "convolution_backward": ((out, x, w, [0], *convolution, [True, True, False]), (x, w, None)),
-        "_scaled_dot_product_flash_attention": ((q, k, v), torch.zeros(2, 3, 5, 6)),
-        "_scaled_dot_product_flash_attention_backward": ((torch.zeros(2, 3, 5, 6), q, k, v), (q, k, v)),
-    }
-    for name, (args, result) in arguments.items():
-        operation = getattr(torch.ops.aten, name).default
-        count = count_operation_flops(operation, args, {}, result)
-        assert count == flop_registry[operation.overloadpacket](*args, out_val=result) > 0
-
-
 def test_a_formula_that_a_user_registers_counts(monkeypatch):
     monkeypatch.setitem(flop_registry, torch.ops.aten.sin, lambda x, out_val: 10 * x.numel())
     with FlopCounter() as flops:
@@ -80,37 +56,17 @@ def test_a_formula_that_a_user_registers_counts(monkeypatch):
 
 @pytest.mark.parametrize(("mode", "extra"), [("store", 0), ("selective", 0), ("recompute", 4), ("invert", 7)])
 def test_modes_of_a_chain(mode, extra):
-    """Each step has two linear layers; nothing is saved behind the second, so a run that may stop early skips it."""
+    """Each step has two linear layers; nothing is saved after the second, so a run that may stop early skips it."""
     chain = ReversibleChain([nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4)])
     chain.schedule = mode
     x = [torch.zeros(5, 8, requires_grad=True) for _ in range(2)]
     assert count_flops(chain, x) == (4 * 6 + extra) * MM
 
 
-def test_nothing_is_computed_and_the_model_is_left_as_found():
+def test_nothing_is_computed():
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 1024, 3), nn.BatchNorm2d(1024))
     assert count_flops(model, torch.empty(1, 3, 258, 258)) == 2 * 2 * 9 * 3 * 1024 * 256 * 256
-    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    count_flops(norm, torch.randn(3, 4))
-    assert norm[1].num_batches_tracked == 0
-    assert all(p.grad is None for p in norm.parameters())
-
-
-def test_views_given_to_modules_without_gradients_are_no_obstacle():
-    """The hooks of FlopCounterMode's own module tracker fail here."""
-
-    class Normalised(nn.Linear):
-        def __init__(self):
-            super().__init__(8, 8)
-            self.norm = nn.LayerNorm(8)
-
-        def forward(self, x):
-            with torch.no_grad():
-                mean = self.norm(x[:])
-            return super().forward(x - mean)
-
-    assert count_flops(Normalised(), torch.zeros(5, 8, requires_grad=True)) == 3 * MM
 
 
 def test_nothing_to_differentiate_is_said():

@@ -35,7 +35,7 @@ class Fork(nn.Module):
 
 def test_perceptron_to_the_byte(perceptron):
     report = revzoo.measure_memory(perceptron, torch.randn(512, 256))
-    # Kept: the ReLU's output and the loss. Peak: the ReLU's output and the gradients before and behind it; the loss and
+    # Kept: the ReLU's output and the loss. Peak: the ReLU's output and the gradients before and after it; the loss and
     # its gradient are scalars. Unlike y.sum(), the loss has a gradient of its own, which is gone by then.
     assert report.to_dict() == {
         "peak_bytes": 2 * W + A + 3 * A + W + 8,
@@ -88,8 +88,7 @@ def test_frozen_and_tied_parameters_count_once(perceptron):
     assert (report.weight_bytes, report.gradient_bytes) == (2 * W, W)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize(("training", "fake"), [(True, False), (False, True)])
 def test_the_model_is_left_as_found(convolutions, training, fake):
     convolutions.train(training)
     convolutions[0].weight.grad = torch.full_like(convolutions[0].weight, 7.0)
@@ -115,16 +114,10 @@ def test_an_error_inside_the_model_leaves_it_as_found(convolutions):
     convolutions[5] = nn.Linear(1, 1)  # does not fit
     random = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        revzoo.measure_memory(convolutions, torch.randn(5, 3, 6, 6))
+        revzoo.measure_memory(convolutions, torch.zeros(5, 3, 6, 6))
     assert convolutions[1].running_mean is mean
     assert torch.equal(mean, torch.zeros(8))
-    assert not torch.equal(torch.get_rng_state(), random)  # by the randn above, and by nothing else
-    torch.set_rng_state(random)
-    torch.randn(5, 3, 6, 6)
-    moved = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        revzoo.measure_memory(convolutions, torch.zeros(5, 3, 6, 6))
-    assert torch.equal(torch.get_rng_state(), moved)
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_batches_of_every_form_and_nested_outputs():
@@ -138,9 +131,7 @@ def test_batches_of_every_form_and_nested_outputs():
 @pytest.mark.parametrize(
     ("make", "bytes_per_weight", "bytes_per_tensor", "update"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), 0, 0, 0),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4, 0, 0),
-        (lambda p: torch.optim.AdamW(p), 8, 4, 2 * 4 * 128),
         (lambda p: torch.optim.AdamW(p, amsgrad=True, foreach=False), 12, 4, 2 * 4 * 128),
     ],
 )
@@ -164,13 +155,10 @@ def test_optimizer_state_is_predicted_and_then_counted(make, bytes_per_weight, b
 @pytest.mark.parametrize(
     ("opt", "settings", "copies"),
     [
-        ("adamw", {"foreach": False}, "2 of the largest"),
         ("adamw", {"foreach": True}, "1 of all"),
         ("adamw", {"fused": True}, "none"),
         ("adamw", {}, "2 of the largest"),
-        ("sgd", {"momentum": 0.9, "foreach": True}, "none"),
         ("radamw", {"foreach": True}, "1 of all"),
-        ("lion", {"foreach": True}, "1 of all"),
         ("muon", {}, "values"),
     ],
 )
@@ -245,8 +233,7 @@ def test_a_model_that_asks_for_a_value_is_counted_only_with_values():
         (nn.Linear(4, 4), torch.zeros(0, 4), r"at least one example. Received: \[\(0, 4\)\]"),
         (nn.Linear(4, 4), torch.zeros(2, 4, device="meta"), "Received: a meta or fake batch"),
         (torch.relu, torch.zeros(2), "must be a torch.nn.Module. Received: builtin_function_or_method"),
-        (nn.ReLU(), torch.zeros(2), "No parameter of the model requires a gradient"),
-        (nn.Embedding(4, 4).requires_grad_(False), torch.tensor([1]), "No parameter"),
+        (nn.Embedding(4, 4).requires_grad_(False), torch.tensor([1]), "No parameter of the model requires a gradient"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(model, batch, message):
@@ -261,10 +248,9 @@ def test_what_cannot_be_measured_is_refused(model, batch, message):
         (torch.optim.SGD(nn.Linear(4, 4).parameters()), "parameters that are not the model's"),
     ],
 )
-@pytest.mark.parametrize("measure", [revzoo.measure_memory, measure_modes])
-def test_an_optimizer_of_something_else_is_refused(measure, optimizer, message):
+def test_an_optimizer_of_something_else_is_refused(optimizer, message):
     with pytest.raises(InputError, match=message):
-        measure(nn.Linear(4, 4), torch.zeros(2, 4), optimizer)
+        revzoo.measure_memory(nn.Linear(4, 4), torch.zeros(2, 4), optimizer)
 
 
 def test_an_output_without_gradient_is_refused():

@@ -17,8 +17,6 @@ from revzoo.runtime import (
     InvertibleLeakyReLU,
     LayerChain,
     ReversibleChain,
-    SpaceToBatch,
-    SpaceToDepth,
 )
 
 
@@ -55,7 +53,7 @@ class Pair(nn.Module):
         return torch.cat(self.chain(*x.chunk(2, 1)), 1)
 
 
-@pytest.mark.parametrize("slope", [0.05, 0.1, 0.2, 0.5])
+@pytest.mark.parametrize("slope", [0.05, 0.5])
 def test_alpha_of_leaky_relu(slope):
     measured, formula = measure_alpha(InvertibleLeakyReLU(slope), images(8, 16, 32, 32))
     assert measured == pytest.approx(formula, rel=0.02)
@@ -75,7 +73,7 @@ def test_alpha_of_leaky_relu_depends_on_how_much_is_negative():
     assert measured < 0.7 * 4 / ((1 + n**2) * (1 + 1 / n**2))
 
 
-@pytest.mark.parametrize("rho", [1, 2, 4, 8])
+@pytest.mark.parametrize("rho", [1, 4])
 def test_alpha_of_batch_norm(rho):
     norm = InvertibleBatchNorm2d(2, eps_i=0.0)
     norm.weight.data[1] = rho
@@ -99,34 +97,19 @@ def test_alpha_of_batch_norm_with_scales_variances_and_means_of_its_own():
         assert measured != pytest.approx(simple, rel=0.1)
 
 
-@pytest.mark.parametrize("pool", [SpaceToDepth(), SpaceToBatch()])
-def test_alpha_of_pooling_is_one(pool):
-    measured, formula = measure_alpha(pool, images(2, 3, 8, 8))
-    assert formula == 1
-    assert measured == pytest.approx(1, rel=1e-9)
-
-
 def test_alpha_of_a_coupling_that_does_nothing_is_one_and_of_a_growing_one_what_it_amplifies():
     x = images(8, 4, 16, 16)
     zero = CoupledConv2d(4)
     for p in zero.parameters():
         p.data.zero_()
     assert measure_alpha(zero, x) == (pytest.approx(1, rel=1e-9), None)
-    # y1 = x1 + 3 x2, y2 = x2, so the variances are 10 and 1, and those of the errors behind and in front of the layer the same.
+    # y1 = x1 + 3 x2, y2 = x2, so the variances are 10 and 1, and those of the errors after and before the layer the same.
     triple = nn.Conv2d(2, 2, 1, bias=False)
     triple.weight.data.copy_(3 * torch.eye(2).view(2, 2, 1, 1))
     nothing = nn.Conv2d(2, 2, 1, bias=False)
     nothing.weight.data.zero_()
     measured, _ = measure_alpha(Coupled(triple, nothing), x)
     assert measured == pytest.approx((2 / 11) * (2 / 11), rel=0.05)
-
-
-def test_measuring_alpha_leaves_the_layer_as_it_is():
-    norm = InvertibleBatchNorm2d(4)
-    before = {name: t.clone() for name, t in norm.state_dict().items()}
-    measure_alpha(norm, images(2, 4, 4, 4, dtype=torch.float32))
-    assert all(torch.equal(t, before[name]) for name, t in norm.state_dict().items())
-    assert norm.weight.dtype == torch.float32
 
 
 def test_an_error_of_known_size_is_found_where_it_is():
@@ -171,11 +154,10 @@ def test_layers_in_a_row_amplify_what_their_alphas_predict():
     assert all(layer.formula == pytest.approx(layer.measured, rel=0.1) for layer in leaky)
 
 
-DEPTHS = [(0.05, 1e-4, 5), (0.1, 0.1, 6), (0.2, 1e-4, 8), (0.5, 0.1, 14)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("slope", "eps_i", "depth"), DEPTHS)
+@pytest.mark.parametrize(
+    ("slope", "eps_i", "depth", "dtype"),
+    [(0.05, 1e-4, 5, torch.float64), (0.1, 0.1, 6, torch.float32), (0.5, 0.1, 14, torch.float32)],
+)
 def test_the_predicted_noise_is_no_smaller_than_the_measured_and_not_much_larger(slope, eps_i, depth, dtype):
     """At depths where noise has grown by three digits and more; the tripwire allows 32 times the prediction."""
     torch.manual_seed(0)

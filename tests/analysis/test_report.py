@@ -50,14 +50,6 @@ def test_the_published_schedule_of_revnet_is_reported_where_there_are_transition
     assert list(report_of("rev_vit_digits", *TINY).memory) == list(MODES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["rev_bert_mini", "irevnet_digits", "revnet_digits"])
-def test_parts_of_whole_models_add_up_to_what_is_expected(name):
-    test_parts_add_up(name, ())
-    report = report_of(name)
-    assert (report.parameters, report.steps) == (report.expect["parameters"], report.expect["reversible_steps"])
-
-
 def test_measuring_together_is_measuring_alone(tiny):
     report, batch = report_model(tiny, 4), tiny.example_input(4)
     assert report.memory == measure_modes(tiny, batch)[0]
@@ -65,7 +57,6 @@ def test_measuring_together_is_measuring_alone(tiny):
     for mode in MODES:
         tiny.schedule = mode
         flops[mode] = count_flops(tiny, batch)
-    assert report.pixels == revzoo.bytes_per_pixel(tiny, batch)
     assert report.flop_ratios == {mode: flops[mode] / flops["store"] for mode in MODES}
 
 

@@ -91,8 +91,7 @@ def seed():
     np.random.seed(1)
 
 
-@pytest.mark.parametrize("mode", RERUN)
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("source", "mode"), list(zip(SOURCES, RERUN * 3, strict=True)))
 def test_what_changes_between_two_runs_is_found(source, mode):
     model = Scaled(SOURCES[source])
     model.chain.schedule = mode
@@ -117,33 +116,12 @@ def test_torch_random_numbers_are_repeated_whatever_is_drawn_in_between(mode):
     assert revzoo.verify(model, streams()).ok
 
 
-def test_what_only_the_stem_draws_is_no_fault():
-    class Noisy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem, self.chain = nn.Linear(6, 6), ReversibleChain([Step(), Step()])
-
-        def forward(self, x):
-            x = self.stem(x) * random.random() * np.random.random()
-            return self.chain(x, x)
-
-    assert revzoo.verify(Noisy(), torch.randn(5, 6)).ok
-
-
 def test_the_tripwire_is_on_whatever_its_setting_is():
     with set_tripwire(False):
         report = revzoo.verify(Scaled(SOURCES["python"]), streams())
         assert not tripwire.get_setting()
     assert "steps.2 ran differently the second time" in str(report)
     assert tripwire.get_setting()
-
-
-def test_rounding_has_figures_and_its_own_remedy():
-    chain = ReversibleChain([Step() for _ in range(8)], coupling=revzoo.runtime.Coupling(1.0, 0.2, 1.0))
-    report = revzoo.verify(chain, streams())
-    assert len(report.reconstruction_errors) == 8
-    assert "Set the schedule of later steps" in report.problems[0]
-    assert "ran differently" not in str(report)
 
 
 def test_all_random_streams_are_left_as_found():

@@ -1,7 +1,5 @@
 """`verify` passes what is right and finds, by name, what is not."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -74,8 +72,7 @@ class Stems(nn.Module):
         return {"y": self.second(y1, y2), "label": y1.argmax()}
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-14), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("coupling", ["additive", "momentum"])
+@pytest.mark.parametrize(("dtype", "most", "coupling"), [(torch.float64, 1e-14, "additive"), (torch.float32, 1e-5, "momentum")])
 def test_a_good_chain_passes(dtype, most, coupling):
     chain = ReversibleChain([mlp() for _ in range(6)], coupling=coupling).to(dtype)
     report = revzoo.verify(chain, streams(dtype))
@@ -155,21 +152,14 @@ def test_a_chain_called_twice_compares_each_call_with_its_own():
     assert max(report.reconstruction_errors.values()) < 1e-5
 
 
-def test_frozen_parameters_are_left_out():
+def test_frozen_and_unused_parameters_are_left_out():
     chain = ReversibleChain([mlp() for _ in range(4)])
     chain.steps[1].requires_grad_(False)
+    chain.spare = nn.Parameter(torch.zeros(3))  # which nothing uses
     report = revzoo.verify(chain, streams())
     assert report.ok
     assert not [name for name in report.gradient_errors if name.startswith("steps.1.")]
     assert len(report.gradient_errors) == 3 * 6
-
-
-def test_a_parameter_without_use_has_no_gradient_in_either_run():
-    chain = ReversibleChain([mlp() for _ in range(2)])
-    chain.spare = nn.Parameter(torch.zeros(3))
-    report = revzoo.verify(chain, streams())
-    assert report.ok
-    assert "spare" not in report.gradient_errors
 
 
 def test_a_function_that_counts_its_calls_is_found(monkeypatch):
@@ -189,17 +179,6 @@ def test_a_fault_in_the_second_run_alone_is_found():
     assert "does not repeat itself" not in str(report)
     assert report.reconstruction_errors["chain.steps.1"] > 1e-2
     assert any(problem.startswith("1 of 4 states") or problem.startswith("2 of 4 states") for problem in report.problems)
-
-
-def test_a_second_run_that_gives_nan_is_found():
-    report = revzoo.verify(Faulty(lambda y: y * torch.nan), streams())
-    assert not report.ok
-    assert any("The gradients differ from those of storing everything by nan" in problem for problem in report.problems)
-
-
-def test_a_second_run_may_draw_what_has_no_effect():
-    report = revzoo.verify(Faulty(lambda y: y + 0 * torch.rand(1)), streams())
-    assert report.ok
 
 
 def test_a_run_that_draws_more_random_numbers_is_found():
@@ -275,16 +254,6 @@ def test_a_coupling_that_cannot_be_inverted_in_this_precision_is_found():
     assert "the steps before it multiplies rounding errors by" in str(report)
 
 
-def test_half_precision_streams_are_judged_by_what_they_lose():
-    chain = ReversibleChain([mlp(64) for _ in range(100)]).to(torch.bfloat16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the runtime's own, which has tests of its own
-        report = revzoo.verify(chain, streams(torch.bfloat16, 64))
-    assert report.dtype is torch.bfloat16
-    assert report.reconstruction_errors["steps.0"] > 1e-2
-    assert not report.ok
-
-
 def test_autocast_is_the_coarsest_precision_at_work():
     chain = ReversibleChain([mlp() for _ in range(2)])
     with torch.autocast("cpu", torch.bfloat16):
@@ -295,7 +264,7 @@ def test_autocast_is_the_coarsest_precision_at_work():
 
 def test_a_gradient_that_is_zero_but_for_rounding_is_no_fault():
     class Shifted(nn.Module):
-        """A bias in front of a softmax, whose true gradient is 0."""
+        """A bias before a softmax, whose true gradient is 0."""
 
         def __init__(self):
             super().__init__()
@@ -320,11 +289,3 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_fault():
 def test_what_cannot_be_verified_is_refused(model, message):
     with pytest.raises(InputError, match=message):
         revzoo.verify(model, streams())
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"), [(torch.zeros(0, 8), "one example"), (torch.zeros(2, 8, device="meta"), "meta or fake")]
-)
-def test_a_batch_that_verifies_nothing_is_refused(batch, message):
-    with pytest.raises(InputError, match=message):
-        revzoo.verify(ReversibleChain([nn.Linear(8, 8)] * 2), (batch, batch))

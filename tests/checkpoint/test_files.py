@@ -149,12 +149,6 @@ def test_a_model_on_meta_computes_once_it_has_weights(name, tmp_path):
     assert torch.equal(loaded(batch), model(batch))
 
 
-def test_a_metric_that_is_damaged_is_none(model, tmp_path):
-    for facts, top1 in (({"revzoo.top1": "54.5"}, 54.5), ({"revzoo.top1": "often"}, None), ({}, None)):
-        files.save_weights(model, tmp_path / "w.safetensors", facts)
-        assert files.read_top1(tmp_path / "w.safetensors") == top1
-
-
 @pytest.mark.parametrize("copy", [torch.zeros(260, 64), torch.zeros(3, 3)])
 def test_a_copy_of_a_tied_tensor_must_be_one(copy, tmp_path):
     model = revzoo.create("rev_roberta_mini")

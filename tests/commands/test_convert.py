@@ -17,10 +17,7 @@ def calls(monkeypatch) -> list[dict[str, object]]:
     def convert(source, weights, *, out, **settings):
         received.append(settings)
         input = TextInput("text", length=5, vocabulary=9) if "bert" in source else ImageInput("image", channels=1, size=(4, 4))
-        model = SimpleNamespace(
-            spec=SimpleNamespace(input=input), data_config={"tokenizer": "t"} if source == "my_bert" else {}
-        )
-        return SimpleNamespace(to_dict=lambda: {"source": source}, model=model)
+        return SimpleNamespace(to_dict=lambda: {"source": source}, model=SimpleNamespace(spec=SimpleNamespace(input=input)))
 
     monkeypatch.setattr("revzoo.conversion.convert.convert", convert)
     return received
@@ -32,7 +29,6 @@ def calls(monkeypatch) -> list[dict[str, object]]:
         ("", {}),
         ("--kept-bits 12", {"kept_bits": 12}),
         ("--m 0.5", {"m": 0.5, "kept_bits": None}),
-        ("--m 0", {"m": 0.0, "kept_bits": None}),
         ("--coupling dual_residual --beta 0.25", {"coupling": "dual_residual", "beta": 0.25, "kept_bits": None}),
         ("--no-strict", {"strict": False}),
         ("--outputs 5", {"num_outputs": 5}),
@@ -46,8 +42,7 @@ def test_options(options, changed, calls, run):
 
 def test_what_to_type_for_texts(calls, run):
     data = "finetune 'model=my folder' data.name=text_classification data.root=TABLE.csv"
-    assert f"{data} data.text.tokenizer=tokenizer.json\n" in run("convert", "bert", "--out", "my folder")
-    assert f"{data}\n" in run("convert", "my_bert", "--out", "my folder")  # its folder has a tokenizer
+    assert f"{data}\n" in run("convert", "bert", "--out", "my folder")
 
 
 def test_json(calls, run):

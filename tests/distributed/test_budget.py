@@ -60,7 +60,6 @@ SLOW = {
         "digits_revnet", REVNET, 16, "538KiB", ("train.mixed_precision=bf16", "train.offload=true")
     ),
     "update": Case("digits", DEEP, 1, "640KiB", UPDATED),
-    "hybrid": Case("digits", VIT, 64, "690KiB", ("train.shard=hybrid",)),
     "bytes": Case("text_reformer", REFORMER, 32, "8900KiB"),
 }
 MEMORY = 4 * 690 * 1024  # of which each of two processes takes half of a half

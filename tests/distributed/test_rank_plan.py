@@ -41,13 +41,10 @@ class Case(NamedTuple):
 OVERRIDES = {
     "rev_vit_digits": ["stages.0.depth=2"],
     "revnet_digits": ["stages.1.depth=1", "stages.2.depth=1"],
-    "rev_swin_digits": ["stages.1.depth=1"],
 }
 CASES = [
-    Case("rev_vit_digits", "2200KiB"),
     Case("rev_vit_digits", "2200KiB", frozen=True),
     Case("revnet_digits", "4MiB"),
-    Case("rev_swin_digits", "3MiB"),
 ]
 
 

@@ -24,7 +24,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import revzoo
+from revzoo.errors import RevzooError, UnknownNameError
 from revzoo.training.options import TrainOptions
+from revzoo.training.origin import Origin, require_same
+from revzoo.training.processes import call_on_all, call_on_main
 from revzoo.training.run_folder import Progress, RunFolder
 from revzoo.training.state_files import StateWriter, Upload, list_contents, read_state_tensors
 
@@ -171,7 +174,6 @@ def save_statistics(folder: Path) -> float:
 
 def fail_behind(folder: Path) -> str:
     """Return the error of a state that the thread of the last process cannot write."""
-    from revzoo.errors import RevzooError
 
     class Failing(StateWriter):
         def write_data(self, *arguments: Any) -> Any:
@@ -186,6 +188,40 @@ def fail_behind(folder: Path) -> str:
     except RevzooError as error:
         return str(error)
     return ""
+
+
+class Strange(Exception):
+    """An error that cannot be sent to other processes."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one)
+
+
+def catch_errors() -> list[str]:
+    """Return what a process says of errors that only one of them finds; one that waits for another ends at the test's limit."""
+    accelerator, rank = Accelerator(cpu=True), distributed.get_rank()
+
+    def fail(process: int, error: Exception) -> int:
+        if rank == process:
+            raise error
+        return rank
+
+    def compare() -> None:
+        examples = {"training": {"count": 4 + rank, "digest": "a"}}
+        require_same(Origin({"train": {"seed": rank}}, {}, None, examples, 8), Origin.list_changes)
+
+    caught, unknown = [], UnknownNameError("recipe", "x", ["y"])
+    for work in (
+        lambda: call_on_main(accelerator, lambda: fail(0, RevzooError("from 0"))),
+        lambda: call_on_all(accelerator, lambda: fail(1, unknown)),
+        lambda: call_on_all(accelerator, lambda: fail(1, Strange("from", "1"))),
+        compare,
+    ):
+        with pytest.raises((RevzooError, RuntimeError)) as error:
+            work()
+        caught.append(str(error.value))
+    assert call_on_all(accelerator, lambda: fail(-1, unknown)) == rank
+    return caught
 
 
 def try_optimizers(processes: int) -> list[str]:
@@ -233,6 +269,7 @@ def work(rank: int, processes: int, folder: Path) -> None:
                     results["files"] = len(list(Path("sharded").glob(f"__{rank}_*")))
                     results["statistics"] = save_statistics(Path("norms"))
                     results["error"] = fail_behind(Path("full"))
+                    results["caught"] = catch_errors()
                     results["optimizers"] = try_optimizers(processes)
                 results["loaded"][processes] = load_sharded(Path("sharded"), processes)
         processes //= 2
@@ -317,6 +354,13 @@ def test_an_error_of_one_thread_is_raised_in_all_processes(results):
     for rank in range(2):
         error = json.loads((results(2) / f"{rank}.json").read_text())["error"]
         assert error.startswith("Nothing more can be saved in full ([Errno 28] No space left on device). Is the disk full?")
+
+
+def test_an_error_of_one_process_is_raised_in_both(results):
+    for rank in range(2):
+        *caught, compared = json.loads((results(2) / f"{rank}.json").read_text())["caught"]
+        assert caught == ["from 0", "Unknown recipe 'x'. Allowed: y.", "Strange: from"]
+        assert "and process 1 has other train.seed, training examples than process 0." in compared
 
 
 def test_optimizers_update_divided_parameters_as_whole_ones(results):

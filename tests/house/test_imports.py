@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def layer_of(module: str) -> str:
     return module.split(".")[1]
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Return the dotted names of everything imported anywhere in a file."""
     names = set()
@@ -100,16 +102,19 @@ def test_every_layer_is_in_the_picture():
     assert len(MODULES) > 100
 
 
-@pytest.mark.parametrize("module", LAYERED)
-def test_imports_point_downwards(module):
-    own = layer_of(module)
-    assert FACADE not in imported_modules(module)
-    for name in imported_modules(module):
-        other = layer_of(name)
-        assert other == own or (RANKS[other] < RANKS[own] and (own, other) not in EXCEPTIONS), name
-    libraries = {name.split(".")[0] for name in imported(MODULES[module])}
-    assert [library for library in libraries & HOMES.keys() if own not in HOMES[library]] == []
-    assert "zoo_cli" not in libraries
+def test_imports_point_downwards():
+    upwards, strangers = [], []
+    for module in LAYERED:
+        own, libraries = layer_of(module), {name.split(".")[0] for name in imported(MODULES[module])}
+        others = {name: layer_of(name) if name != FACADE else name for name in imported_modules(module)}
+        upwards += [(module, name) for name, other in others.items() if not may_import(own, other)]
+        strangers += [(module, library) for library in libraries if own not in HOMES.get(library, RANKS)]
+        assert "zoo_cli" not in libraries, module
+    assert (upwards, strangers) == ([], [])
+
+
+def may_import(own: str, other: str) -> bool:
+    return other == own or (RANKS.get(other, len(LAYERS)) < RANKS[own] and (own, other) not in EXCEPTIONS)
 
 
 def test_no_file_imports_itself_through_others():
@@ -130,23 +135,10 @@ def test_a_plan_of_any_module_needs_no_zoo():
     assert "timm" not in {name.split(".")[0] for module in closure for name in imported(MODULES[module])}
 
 
-def test_cycles_are_seen():
-    assert set(find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
-    assert find_cycle({"a": {"b", "c"}, "b": {"c"}}) == []
-
-
 def test_the_walk_sees_imports_wherever_they_stand(tmp_path):
     file = tmp_path / "module.py"
     file.write_text("import a.b\nfrom revzoo import spec\ndef f():\n    from revzoo.runtime.chain import Step as S\n")
     assert imported(file) == {"a.b", "revzoo.spec", "revzoo.runtime.chain.Step"}
-
-
-def test_the_command_line_uses_public_names_only():
-    import zoo_cli
-
-    ours = [name for name in imported(Path(zoo_cli.__file__)) if name.startswith("revzoo")]
-    assert ours
-    assert not [name for name in ours if any(part.startswith("_") for part in name.split("."))]
 
 
 def test_what_is_imported_is_declared():
@@ -169,7 +161,6 @@ def test_what_is_imported_is_declared():
     [
         "import revzoo; revzoo.list_models(); revzoo.errors",
         "from revzoo.spec import list_models, list_recipes; list_models('rev*'); list_recipes()",
-        "import zoo_cli; status = zoo_cli.main(['list'])",
     ],
 )
 def test_listing_needs_no_torch(statement, tmp_path):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from omegaconf import OmegaConf
 from PIL import Image
 
 import revzoo
@@ -154,10 +153,9 @@ def leads_somewhere(document: Path, link: str) -> bool:
     }
 
 
-@pytest.mark.parametrize("document", TEXTS, ids=lambda path: path.name)
-@pytest.mark.parametrize("claim", ["constant memory", "no overhead", "drop-in for any model", "same accuracy as the original"])
-def test_claims_nobody_can_keep_are_not_made(document, claim):
-    assert claim not in " ".join(document.read_text().lower().split())
+def test_claims_nobody_can_keep_are_not_made():
+    for claim in ("constant memory", "no overhead", "drop-in for any model", "same accuracy as the original"):
+        assert [path.name for path in TEXTS if claim in " ".join(path.read_text().lower().split())] == []
 
 
 def test_no_file_knows_the_machine_it_was_written_on():
@@ -171,11 +169,6 @@ def test_no_file_knows_the_machine_it_was_written_on():
 def ignored(path: Path) -> bool:
     top = path.relative_to(ROOT).parts[0]
     return "__pycache__" in path.parts or top in {"runs", "dist", "build"} or (top.startswith(".") and top != ".ci")
-
-
-def test_hooks_need_no_network():
-    hooks = [hook for repo in OmegaConf.load(ROOT / ".pre-commit-config.yaml").repos for hook in repo.hooks]
-    assert {hook.language for hook in hooks} == {"system"}
 
 
 def test_the_version_is_in_the_changelog():

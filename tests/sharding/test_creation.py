@@ -73,12 +73,8 @@ def memory_changes(function: Callable[[], None]) -> list[int]:
 
 def assert_same(received: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert received.keys() == expected.keys()
-    different = [
-        key
-        for key, tensor in expected.items()
-        if not (received[key].dtype == tensor.dtype and torch.equal(received[key], tensor))
-    ]
-    assert different == []
+    assert [key for key, tensor in expected.items() if received[key].dtype != tensor.dtype] == []
+    assert [key for key, tensor in expected.items() if not torch.equal(received[key], tensor)] == []
 
 
 @pytest.mark.parametrize(
@@ -93,7 +89,6 @@ def test_every_part_is_that_of_the_whole_network_of_the_seed(name, dtype, shard)
     model = create_sharded(name, shard, overrides=overrides, dtype=dtype)
     assert torch.equal(torch.get_rng_state(), state)
     assert_same(values(model), own_part(whole))
-    assert values(model).keys() == {**whole.state_dict(), **dict(whole.named_buffers())}.keys()
 
 
 def test_the_settings_of_a_run_are_those_of_create(shard):
@@ -161,25 +156,6 @@ def test_a_file_may_have_the_head_of_other_classes(shard, tmp_path, num_outputs)
         revzoo.create("rev_vit_digits", checkpoint=tmp_path / "w.safetensors")
     kept = [name for name, tensor in whole.state_dict().items() if torch.equal(tensor, saved.state_dict()[name][: len(tensor)])]
     assert len(whole.state_dict()) - len(kept) == (0 if num_outputs == 7 else 2)
-
-
-def test_a_file_without_a_classifier_gets_one(shard, tmp_path):
-    saved = revzoo.create("rev_vit_digits", overrides=["head.outputs=0"])
-    files.save_weights(saved, tmp_path / "w.safetensors")
-    arguments = {"checkpoint": tmp_path / "w.safetensors", "num_outputs": 4, "overrides": ["head.outputs=0"]}
-    torch.manual_seed(3)
-    whole = revzoo.create("rev_vit_digits", **arguments)
-    torch.manual_seed(3)
-    assert_same(values(create_sharded("rev_vit_digits", shard, **arguments)), own_part(whole))
-    assert whole.num_outputs == 4
-    assert all(torch.equal(whole.state_dict()[name], tensor) for name, tensor in saved.state_dict().items())
-
-
-def test_the_best_weights_of_a_run_are_read_from_several_files(shard, tmp_path):
-    saved = revzoo.create("rev_vit_digits", overrides=ONE_BLOCK)
-    (tmp_path / "spec.yaml").write_text(saved.spec.to_yaml())
-    files.save_weights(saved, tmp_path / "best.safetensors", shard_bytes=100_000)
-    assert_same(values(create_sharded(tmp_path, shard)), own_part(saved))
 
 
 @pytest.fixture

@@ -121,18 +121,6 @@ def test_the_page_says_which_models_are_not_counted(browse, site):
     assert "revnet_56: " in shown
 
 
-def test_search_works_from_a_file(browse):
-    shown = browse("index.html?q=checkpointed+twin")
-    assert re.search(r"md-search-result__meta\">\d+ matching documents?<", shown)
-    assert "<h1>What fits my card?</h1>" in shown
-
-
-def test_pictures_lead_to_their_full_size_and_options_stay_in_one_line(site):
-    page = (site / "planning.html").read_text(encoding="utf-8")
-    assert page.count('<a href="module_plan.png"><img ') == 1
-    assert '<code><span class="option">--ranks</span></code>' in page
-
-
 def test_a_network_on_one_tensor_is_drawn_with_one_line(site):
     for name, streams in (("layerwise_digits", 1), ("revnet_digits", 2)):
         page = (site / f"models/{name}.html").read_text(encoding="utf-8")

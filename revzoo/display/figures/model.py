@@ -43,9 +43,8 @@ def _summarise(report: ModelReport) -> list[str]:
         + (f"{report.steps} reversible steps" if report.steps else "one tensor instead of two streams"),
         f"activations at the peak, {report.batch_size} {report.example}s: {peaks}",
     ]
-    if report.twin is not None and report.twin.memory is not None:
-        peak = format_bytes(report.twin.memory.activation_bytes)
-        lines.append(f"ordinary twin {describe_twin(report.twin, report.example)}, {peak} of activations")
+    if report.twin is not None:
+        lines.append(f"ordinary twin {describe_twin(report.twin, report.example)}")
     return lines
 
 

@@ -15,6 +15,7 @@ from revzoo.display.unit_name import parse_unit_name
 from revzoo.runtime.mode import MODES, Mode
 
 CHARACTER = 0.075  # width of a character at 8 points [inch]
+_NARROWEST = 0.13  # units that are named [inch]
 _LINE = 0.2  # height of a line of the legend [inch]
 _MEANINGS = {
     Mode.STORE: "keeps all of its activations",
@@ -73,24 +74,15 @@ def _is_turned(label: str, start: int, end: int, cell: float) -> bool:
 
 
 def group_units(units: Sequence[str], cell: float) -> list[tuple[str, int, int]]:
-    """Return (label, start, end) for each run of units that are named together.
+    """Return (label, start, end) for each run of units that are named together and have room for a name.
 
     Args:
         units: names of the units.
-        cell: width of a unit [inch]. Neighbouring nodes share a label where their own would overlap.
+        cell: width of a unit [inch].
     """
-    groups: list[tuple[str, int, int]] = []
-    for (label, _), run in groupby(enumerate(units), key=lambda item: _group_key(item[1], item[0])):
-        numbers = [k for k, _ in run]
-        groups.append((label, numbers[0], numbers[-1] + 1))
-    joined = groups[:1]
-    for label, start, end in groups[1:]:
-        before, first, _ = joined[-1]
-        if cell < 0.13 and end - start == 1 and "stage" not in before and before != "steps":
-            joined[-1] = (f"{before}, {label}", first, end)
-        else:
-            joined.append((label, start, end))
-    return joined
+    runs = groupby(enumerate(units), key=lambda item: _group_key(item[1], item[0]))
+    groups = [(label, [k for k, _ in run]) for (label, _), run in runs]
+    return [(label, ks[0], ks[-1] + 1) for label, ks in groups if len(ks) * cell >= _NARROWEST]
 
 
 def _group_key(name: str, k: int) -> tuple[str, int]:

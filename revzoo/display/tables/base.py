@@ -1,7 +1,7 @@
 """What the tables share: names that wrap at dots, and a layout for 80 columns."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -24,6 +24,15 @@ def make_plain_table(title: str) -> Table:
 def make_table(**settings: Any) -> Table:
     """Return an empty table for a terminal of 80 columns: no lines between columns, and one blank."""
     return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, **settings)
+
+
+def fill(table: Table, headings: Iterable[str], rows: Iterable[Sequence[Any]]) -> Table:
+    """Return the table with a column of names, columns of numbers, which stay whole, and these rows."""
+    for k, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if k else "left", no_wrap=k > 0)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 class DottedName:

@@ -4,8 +4,8 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from revzoo.analysis.report import ModelReport, PartReport, PixelReport, TwinReport
-from revzoo.display.tables.base import DottedName, make_plain_table, make_table
+from revzoo.analysis.report import ModelReport, TwinReport
+from revzoo.display.tables.base import DottedName, fill, make_plain_table, make_table
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.format import format_bytes, format_flops, format_shape
 
@@ -21,10 +21,12 @@ _ONE_TENSOR_CAPTION = (
 
 
 def tabulate_model(report: ModelReport) -> RenderableType:
-    """Return what rich is to print: sizes and costs, parts, memory in every mode and per pixel, then where it is from."""
-    pixels = [_describe_pixels(report.pixels, report.twin)] if report.pixels is not None else []
+    """Return what rich is to print: sizes and costs, parts, memory in every mode, then where it is from."""
+    memory, twin = dict(report.memory), report.twin
+    if twin is not None and twin.memory is not None:
+        memory[f"twin: {twin.name}"] = twin.memory
     parts = _tabulate_parts(report), _tabulate_kept(report)
-    return Group(_tabulate_facts(report), *parts, _tabulate_memory(report), *pixels, _tabulate_sources(report))
+    return Group(_tabulate_facts(report), *parts, MemoryTable(memory), _tabulate_sources(report))
 
 
 def _tabulate_facts(report: ModelReport) -> Table:
@@ -57,38 +59,23 @@ def _tabulate_parts(report: ModelReport) -> Table:
     for heading in ("output", "parameters"):
         table.add_column(heading, justify="right", no_wrap=True)
     for part in report.parts:
-        table.add_row(DottedName(part.name), _describe_part(part), format_shape(part.shape), f"{part.parameters:,}")
+        what = part.what if part.kind == "stage" else f"{part.kind}: {part.what}"
+        table.add_row(DottedName(part.name), what, format_shape(part.shape), f"{part.parameters:,}")
     return table
 
 
 def _tabulate_kept(report: ModelReport) -> Table:
     title = f"What is kept for backward, batch of {report.batch_size} {report.example}s"
-    table = make_table(title=title, caption=_CAPTION if report.steps else _ONE_TENSOR_CAPTION)
-    table.add_column("part")
-    for mode in report.modes:
-        table.add_column(mode, justify="right", no_wrap=True)
-    for part in report.parts:
-        sizes = ("nothing" if part.kind == "bijection" else format_bytes(part.kept_bytes[mode]) for mode in report.modes)
-        table.add_row(DottedName(part.name), *sizes)
-    return table
-
-
-def _describe_part(part: PartReport) -> str:
-    return part.what if part.kind == "stage" else f"{part.kind}: {part.what}"
-
-
-def _tabulate_memory(report: ModelReport) -> MemoryTable:
-    columns = dict(report.memory)
-    if report.twin is not None and report.twin.memory is not None:
-        columns[f"twin: {report.twin.name}"] = report.twin.memory
-    return MemoryTable(columns)
-
-
-def _describe_pixels(pixels: PixelReport, twin: TwinReport | None) -> str:
-    text = f"With invert, {pixels}\nz: activations that backward has yet to use; g: gradients of activations; *: the peak."
-    if twin is not None and twin.memory is not None:
-        text += f" Of the twin: {twin.memory.activation_bytes / pixels.pixels:.1f} bytes per pixel."
-    return escape(f"\n{text}\n")
+    rows = [
+        (
+            DottedName(part.name),
+            *("nothing" if part.kind == "bijection" else format_bytes(size) for size in part.kept_bytes.values()),
+        )
+        for part in report.parts
+    ]
+    return fill(
+        make_table(title=title, caption=_CAPTION if report.steps else _ONE_TENSOR_CAPTION), ("part", *report.modes), rows
+    )
 
 
 def _tabulate_sources(report: ModelReport) -> Table:
@@ -98,7 +85,9 @@ def _tabulate_sources(report: ModelReport) -> Table:
     for name, value in report.expect.items():
         if value is not None:
             table.add_row("expected", escape(f"{name}: {value}{_compare(name, value, report)}"))
-    table.add_row("weights", escape(describe_weights(report)))
+    if (weights := report.weights) is not None:
+        metric = ", ".join(f"{name} {value:.4g}" for name, value in weights["metric"].items())
+        table.add_row("shipped weights", escape(f"{weights['file']} ({metric}; trained by: {weights['command']})"))
     return table
 
 
@@ -106,13 +95,3 @@ def _compare(name: str, expected: object, report: ModelReport) -> str:
     """Return what the model has instead of the expected number; nothing if they agree, or if it was not counted."""
     counted = {"parameters": report.parameters, "reversible_steps": report.steps}
     return f", but it has {counted[name]}" if name in counted and counted[name] != expected else ""
-
-
-def describe_weights(report: ModelReport) -> str:
-    """Return a line about the weights that ship for the model or are in its folder, or "none"."""
-    if report.weights is None:
-        return "none"
-    facts = [", ".join(f"{name} {value:.4g}" for name, value in report.weights["metric"].items())]
-    if report.weights["command"] is not None:
-        facts.append(f"trained by: {report.weights['command']}")
-    return f"{report.weights['file']} ({'; '.join(facts)})" if facts != [""] else report.weights["file"]

@@ -1,4 +1,4 @@
-"""A plan as tables for rich to print."""
+"""Plans as tables for rich to print: of one process, of many ranks, and of every batch size."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,10 +7,13 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from revzoo.display.tables.base import fill
 from revzoo.display.unit_name import parse_unit_name
 from revzoo.format import format_bytes, format_flops, format_seconds, format_spread
+from revzoo.planning.batch import BatchPlan
 from revzoo.planning.comparison import SchedulePoint, summarize_plan
 from revzoo.planning.plan import Plan
+from revzoo.planning.ranks.rank_plan import RankPlan
 from revzoo.runtime.mode import MODES
 
 
@@ -30,25 +33,20 @@ def tabulate_plan(plan: Plan, beside: Mapping[str, SchedulePoint] | None = None)
 
 
 def _tabulate_comparison(plan: Plan, beside: Mapping[str, SchedulePoint]) -> Table:
-    table = Table()
-    table.add_column("schedule")
     points = {"this plan": summarize_plan(plan), **beside}
-    times = ["training\nstep"] if any(point["seconds"] is not None for point in points.values()) else []
-    for heading in ("peak", "within\nthe budget", *times, "against\nall stored"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    stored = beside.get("all stored")
+    is_timed, stored, rows = any(point["seconds"] is not None for point in points.values()), beside.get("all stored"), []
     for name, point in points.items():
-        fits = _yes_or_no(point["peak_bytes"] <= plan.budget_bytes)
         seconds = "" if point["seconds"] is None else format_seconds(point["seconds"])
         seconds += format_spread(plan.spread) if seconds and name == "this plan" else ""
-        cells = (format_bytes(point["peak_bytes"]), fits, *([seconds] if times else []), _describe_extra_work(point, stored))
-        table.add_row(name, *cells)
-    table.add_row("smallest possible", format_bytes(plan.min_peak_bytes), _yes_or_no(plan.min_peak_bytes <= plan.budget_bytes))
-    return table
+        times = [seconds] if is_timed else []
+        rows.append((name, *_describe_peak(point["peak_bytes"], plan), *times, _describe_extra_work(point, stored)))
+    rows.append(("smallest possible", *_describe_peak(plan.min_peak_bytes, plan)))
+    times = ["training\nstep"] if is_timed else []
+    return fill(Table(), ("schedule", "peak", "within\nthe budget", *times, "against\nall stored"), rows)
 
 
-def _yes_or_no(answer: bool) -> str:
-    return "yes" if answer else "no"
+def _describe_peak(peak_bytes: int, plan: Plan) -> tuple[str, str]:
+    return format_bytes(peak_bytes), "yes" if peak_bytes <= plan.budget_bytes else "no"
 
 
 def _describe_extra_work(point: SchedulePoint, stored: SchedulePoint | None) -> str:
@@ -65,13 +63,50 @@ def _tabulate_modes(plan: Plan) -> Table:
         stage = name if unit.stage is None or unit.number is None else f"stages.{unit.stage}"
         counts.setdefault(stage, Counter())[mode] += 1
     used = [mode for mode in MODES if mode in plan.schedule]
-    table = Table()
-    table.add_column("units")
-    for mode in used:
-        table.add_column(mode, justify="right")
-    for stage, modes in counts.items():
-        table.add_row(escape(stage), *(str(modes[mode] or "") for mode in used))
+    rows = [(escape(stage), *(str(modes[mode] or "") for mode in used)) for stage, modes in counts.items()]
+    table = fill(Table(), ("units", *used), rows)
     if len(counts) > 1:
         table.add_section()
         table.add_row("all", *(str(plan.schedule.count(mode)) for mode in used))
     return table
+
+
+def tabulate_batches(best: BatchPlan) -> RenderableType:
+    """Return tables of the batch-size search: every size's predicted speed, and the best plan."""
+    table = Table(title="Samples per second of the sizes tried; a dash means that it does not fit the budget")
+    rows = []
+    for row in best.rows:
+        rates = ("-" if time is None else f"{row.batch / time:.4g}" for time in (row.planned, row.stored, row.inverted))
+        rows.append((str(row.batch), *rates, format_bytes(row.peak_bytes)))
+    fill(table, ("batch", "planned", "all stored", "all inverted", "peak of the plan"), rows)
+    result = f"Batch {best.batch} is best: {best.samples_per_second:.4g} samples a second, measured."
+    return Group(table, tabulate_plan(best.plan), result)
+
+
+def tabulate_ranks(ranks: RankPlan) -> RenderableType:
+    """Lay out what the rank with the largest shards holds besides activations, and what it sends in a training step."""
+    held, where = ranks.held, " (on the host)" if ranks.division.offload else ""
+    sizes = {
+        f"weights{where}": held.weights,
+        f"gradients{where}": held.gradients,
+        "buffers": held.buffers,
+        f"optimizer state{where}": held.optimizer.state,
+        f"optimizer update{where}": held.optimizer.update,
+        "gathered at once, at most": held.gathered,
+    }
+    own = fill(Table(), ("one rank holds", "bytes"), [(name, format_bytes(size)) for name, size in sizes.items()])
+    return Group(f"{str(ranks.division).capitalize()}: each rank has its own batch.", own, _tabulate_collectives(ranks))
+
+
+def _tabulate_collectives(ranks: RankPlan) -> RenderableType:
+    """Lay out the collectives of the plan; those of each mode only where they differ."""
+    if not ranks.collectives:
+        return "Nothing is sent."
+    same = all(collectives == ranks.collectives for collectives in ranks.collectives_of_modes.values())
+    plans = {"every mode": ranks.collectives} if same else {"this plan": ranks.collectives, **ranks.collectives_of_modes}
+    rows = [
+        (name, kind, str(collective.calls), format_bytes(collective.bytes))
+        for name, collectives in plans.items()
+        for kind, collective in collectives.items()
+    ]
+    return fill(Table(), ("a training step in", "sends by", "calls", "bytes of a rank"), rows)

@@ -1,13 +1,13 @@
 """A profile as tables for rich to print."""
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from revzoo.display.tables.base import DottedName, make_plain_table, make_table
+from revzoo.display.tables.base import DottedName, fill, make_plain_table, make_table
 from revzoo.display.unit_name import parse_unit_name
 from revzoo.format import format_bytes, format_flops, format_seconds
 from revzoo.planning.comparison import inversion_ratio
@@ -39,26 +39,18 @@ def _tabulate_facts(profile: Profile) -> Table:
 
 def _tabulate_units(profile: Profile) -> Group:
     """Lay out what units keep and what each mode costs, in a table each."""
-    rows: dict[tuple[str, ...], list[str]] = {}  # by the start and the end of the names, and the cells
+    groups: dict[tuple[str, ...], list[str]] = {}  # by the start and the end of the names, and the cells
     for k, unit in enumerate(profile.problem.units):
         cells = _unit_cells(profile, profile.memory.units[k], k)
         name = parse_unit_name(unit.name)
-        rows.setdefault((name.start, name.end, *cells), []).append(unit.name)
-    lines = [(fold_names(names), str(len(names)), *cells) for (_, _, *cells), names in rows.items()]
-    kept = ["count", *(["forward"] if profile.timing else []), *(f"keeps:\n{mode}" for mode in MODES[:3])]
-    costs, split = f"Extra {'time' if profile.timing else 'FLOPs'} over storing", 1 + len(kept)
-    what_is_kept = _tabulate_lines([line[:split] for line in lines], kept, "What units keep from forward to backward", _KEPT)
-    return Group(what_is_kept, _tabulate_lines([(line[0], *line[split:]) for line in lines], MODES[1:], costs, _COSTS))
-
-
-def _tabulate_lines(lines: Sequence[Sequence[str]], headings: Sequence[str], title: str, caption: str) -> Table:
-    table = make_table(title=title, caption=caption)
-    table.add_column("units")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, *cells in lines:
-        table.add_row(DottedName(name), *cells)
-    return table
+        groups.setdefault((name.start, name.end, *cells), []).append(unit.name)
+    rows = [(DottedName(fold_names(names)), str(len(names)), *cells) for (_, _, *cells), names in groups.items()]
+    kept = ["units", "count", *(["forward"] if profile.timing else []), *(f"keeps:\n{mode}" for mode in MODES[:3])]
+    costs, split = f"Extra {'time' if profile.timing else 'FLOPs'} over storing", len(kept)
+    keeping = make_table(title="What units keep from forward to backward", caption=_KEPT)
+    running = make_table(title=costs, caption=_COSTS)
+    fill(keeping, kept, [row[:split] for row in rows])
+    return Group(keeping, fill(running, ("units", *MODES[1:]), [(row[0], *row[split:]) for row in rows]))
 
 
 def _unit_cells(profile: Profile, unit: Unit, k: int) -> list[str]:
@@ -97,18 +89,6 @@ def fold_names(names: Sequence[str]) -> str:
     """Return names that differ in one number as one name, such as "stages.0.blocks.0-5.f"."""
     units = [parse_unit_name(name) for name in names]
     numbers = sorted(unit.number for unit in units if unit.number is not None)
-    return units[0].start + _fold_numbers(numbers) + units[0].end
-
-
-def _fold_numbers(numbers: Sequence[int]) -> str:
-    """Return rising numbers as ranges; evenly spaced ones as first, second, ..., last."""
-    gaps = {b - a for a, b in pairwise(numbers)}
-    if len(numbers) > 3 and len(gaps) == 1 and gaps != {1}:
-        return f"{numbers[0]},{numbers[1]},...,{numbers[-1]}"
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda item: item[1] - item[0])]
+    folded = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return units[0].start + folded + units[0].end

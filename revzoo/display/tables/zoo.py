@@ -6,7 +6,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from revzoo.display.tables.base import DottedName, make_plain_table, make_table
+from revzoo.display.tables.base import DottedName, fill, make_plain_table, make_table
 from revzoo.format import format_bytes, format_flops
 from revzoo.runtime.mode import Mode
 
@@ -23,13 +23,8 @@ def tabulate_zoo(names: Iterable[str], rows: Mapping[str, Mapping[str, Any]]) ->
         names: of the models to show.
         rows: what was measured, by name, as in docs/zoo.json.
     """
-    table = make_table(caption=_CAPTION)
-    table.add_column("model")
-    for heading in ("parameters", "FLOPs", "stored", "inverted", "weights\ntop-1"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name in names:
-        table.add_row(DottedName(name), *(_list_cells(rows[name]) if name in rows else ["-"] * 5))
-    return table
+    cells = [(DottedName(name), *(_list_cells(rows[name]) if name in rows else ["-"] * 5)) for name in names]
+    return fill(make_table(caption=_CAPTION), ("model", "parameters", "FLOPs", "stored", "inverted", "weights\ntop-1"), cells)
 
 
 def tabulate_recipes(meanings: Mapping[str, str]) -> Table:
@@ -43,10 +38,5 @@ def tabulate_recipes(meanings: Mapping[str, str]) -> Table:
 def _list_cells(row: Mapping[str, Any]) -> list[str]:
     memory, weights = row["activation_bytes"], row["weights"]
     top1 = f"{weights['top1']:.2f} %" if weights else ""
-    return [
-        f"{row['parameters']:,}",
-        format_flops(row["flops"]),
-        format_bytes(memory[Mode.STORE]),
-        format_bytes(memory[Mode.INVERT]),
-        top1,
-    ]
+    peaks = format_bytes(memory[Mode.STORE]), format_bytes(memory[Mode.INVERT])
+    return [f"{row['parameters']:,}", format_flops(row["flops"]), *peaks, top1]
