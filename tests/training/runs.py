@@ -43,9 +43,10 @@ def make_image_recipe(folder: Path, *overrides: str) -> Recipe:
 def interrupted(polls: int) -> Iterator[pytest.ExceptionInfo]:
     """Interrupt the training in the block: it asks for signals after every update and every test batch."""
     calls = count(1)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted) as caught:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StopSignal, "poll", lambda self: signal.SIGTERM if next(calls) == polls else 0)
-        yield caught
+        with pytest.raises(Interrupted) as caught:
+            yield caught
 
 
 @contextmanager
@@ -58,9 +59,10 @@ def killed(owner: object, name: str, call: int = 1) -> Iterator[None]:
             raise Killed
         return original(*arguments)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, kill)
-        yield
+        with pytest.raises(Killed):
+            yield
 
 
 def read_records(folder: Path) -> list[dict]:

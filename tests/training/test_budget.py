@@ -100,7 +100,7 @@ def test_the_update_may_be_the_peak(tmp_path, counted, unmeasured):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_training_takes_what_the_plan_says(setting, tmp_path, shown, counted, unmeasured):
-    """The largest step of the real loop is the plan's peak to the byte, nothing in the loop is above it, and the table agrees."""
+    """The largest step of the real loop is the plan's peak to the byte, nothing else is above it, and the table agrees."""
     name, settings = SETTINGS[setting]
     settings = [*FAST, *CONSTANT, *settings]
     step = WholeStep(build_run(load_recipe(name, settings), tmp_path / "wide", resumed=False))
@@ -197,7 +197,12 @@ def edit(folder: Path, setting: dict[str, object], **changes: object) -> None:
 @pytest.mark.parametrize(
     ("setting", "changes", "override", "reason"),
     [
-        ({"batch": ["[160, 1, 8, 8] float32"]}, {}, "train.seed=0", r"batch: \[160, .* in the plan, \[320, .* now\)\. Put back"),
+        (
+            {"batch": ["[160, 1, 8, 8] float32"]},
+            {},
+            "train.seed=0",
+            r"batch: \[160, .* the plan, \[320, .* now\)\. Put back",
+        ),
         ({}, {}, "memory.budget=2500KiB", r"budget: 3\.0 MiB in the plan, 2\.4 MiB now"),
         ({}, {"schedule": ["store"] * 5, "peak_bytes": 1}, "train.seed=0", r"peak: 1 B in the plan, .* is above the budget"),
     ],

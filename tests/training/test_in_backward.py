@@ -18,6 +18,7 @@ from tests.training.runs import CONSTANT, FAST, SMALL, assert_same_run
 
 ROBERTA = "stem.width=16,stages.0.width=16,stages.0.depth=1,block.f.heads=2,input.length=32"
 INSIDE = "train.optimizer_in_backward=true"
+DEEP = [f"model.overrides=[{SMALL},stages.0.depth=2]", "model.schedule=[store,selective,invert,recompute,invert,store,store]"]
 PLAIN = ["train.epochs=1", "train.clip_grad=null", "train.accumulate=1"]
 
 
@@ -39,17 +40,11 @@ def assert_same_run_and_state(read_state):
     ("recipe", "settings"),
     [
         ("digits", ["optimizer.layer_decay=0.5", "train.freeze=[stem]", "ema={decay: 0.9}", "train.mixed_precision=bf16"]),
-        (
-            "digits",
-            [
-                *("optimizer.opt=sgd", "optimizer.momentum=0.9", "optimizer.foreach=true", "model.exact=true"),
-                *(f"model.overrides=[{SMALL},stages.0.depth=2]", "model.schedule=[store,selective,invert,recompute,invert,store,store]"),
-            ],
-        ),
+        ("digits", ["optimizer={opt: sgd, lr: 0.1, momentum: 0.9, foreach: true}", "model.exact=true", *DEEP]),
         ("text_roberta", ["data.batch_size=400", f"model.overrides=[{ROBERTA}]"]),
     ],
     ids=["groups, frozen parts, averages, bf16", "modes, exact arithmetic", "tied weights"],
-)  # fmt: skip
+)
 def test_training_is_the_same_whatever_is_set(recipe, settings, tmp_path, assert_same_run_and_state):
     for name, more in (("ordinary", []), ("inside", [INSIDE])):
         loop.train(load_recipe(recipe, [*FAST, *CONSTANT, *PLAIN, *settings, *more]), tmp_path / name)

@@ -6,6 +6,7 @@ from revzoo.spec.names import recipe_files
 from revzoo.training.options import ModelOptions
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
+from tests.training.runs import make_recipe
 
 PUBLISHED = [
     "irevnet_cifar",
@@ -90,8 +91,8 @@ def test_recipes_declare_that_evaluation_is_bicubic_where_the_source_is_bilinear
     assert "images are resized bicubically for evaluation instead of bilinearly" in header.partition("Different:")[2]
 
 
-def test_yaml_round_trip(recipe, tmp_path):
-    written = recipe("mixup={mixup_alpha: 0.8}", "optimizer.betas=[0.9,0.95]", "data.augment.scale=[0.5,1]")
+def test_yaml_round_trip(tmp_path):
+    written = make_recipe("mixup={mixup_alpha: 0.8}", "optimizer.betas=[0.9,0.95]", "data.augment.scale=[0.5,1]")
     (tmp_path / "config.yaml").write_text(written.to_yaml())
     assert load_recipe(tmp_path) == load_recipe(tmp_path / "config.yaml") == written
 
@@ -101,10 +102,10 @@ def test_root_is_absolute(tmp_path, monkeypatch):
     assert load_recipe("revnet_cifar", ["data.root=images"]).data.root == str(tmp_path / "images")
 
 
-def test_data_from_files_need_a_place(recipe):
+def test_data_from_files_need_a_place():
     with pytest.raises(SpecError, match="data.root: found nothing; allowed: the folder of the data, for name: wds"):
-        recipe("data.name=wds")
-    own = recipe("data.name=package:function", "data.shift=2", "data.image.label=kind")  # a function may read every option
+        make_recipe("data.name=wds")
+    own = make_recipe("data.name=package:function", "data.shift=2", "data.image.label=kind")  # a function may read every option
     assert (own.data.root, find_ineffective_settings(own)) == (None, [])
 
 
@@ -189,7 +190,7 @@ def test_unknown_recipe():
         load_recipe("digit")
 
 
-def test_settings_without_effect_are_named(recipe):
+def test_settings_without_effect_are_named():
     idle = [
         "optimizer.momentum=0.9",
         "data.root=/images",
@@ -197,17 +198,17 @@ def test_settings_without_effect_are_named(recipe):
         "schedule.sched=constant",
         "schedule.warmup_epochs=2",
     ]
-    assert find_ineffective_settings(recipe(*idle)) == [
+    assert find_ineffective_settings(make_recipe(*idle)) == [
         "data.root has no effect with digits",
         "data.augment has no effect with digits",
         "optimizer.momentum has no effect with adamw",
         "schedule.min_lr has no effect with constant",
         "schedule.warmup_epochs=2 lasts all of train.epochs=2",
     ]
-    assert find_ineffective_settings(recipe("optimizer.opt=lion", "optimizer.fused=true")) == [
+    assert find_ineffective_settings(make_recipe("optimizer.opt=lion", "optimizer.fused=true")) == [
         "optimizer.fused has no effect with lion"
     ]
-    assert find_ineffective_settings(recipe()) == []
+    assert find_ineffective_settings(make_recipe()) == []
 
 
 def test_settings_that_contradict(tmp_path):

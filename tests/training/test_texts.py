@@ -11,12 +11,12 @@ from revzoo.data.loading import load_data
 from revzoo.data.options import DataOptions, TextOptions
 from revzoo.errors import CheckpointError, InputError, RevzooError
 from revzoo.training.evaluation import evaluate_checkpoint
-from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.loop import resume, train
 from revzoo.training.loss import Loss
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.run_folder import RunFolder
+from tests.training.runs import assert_same_run, interrupted
 
 SMALL = "stem.width=16,block.f.heads=2,stages.0.width=16,stages.0.depth=1"
 FAST = ["train.epochs=2", "train.accumulate=2", "schedule.warmup_epochs=0"]
@@ -66,18 +66,15 @@ def small_recipe(causal, story, tables, tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["characters", "masked_lm", "text_classification"])
-def test_a_run_is_resumed_and_evaluated(kind, tmp_path, small_recipe, tokenizer, monkeypatch, capsys, assert_same_run):
+def test_a_run_is_resumed_and_evaluated(kind, tmp_path, small_recipe, tokenizer, monkeypatch, capsys):
     options = small_recipe(kind)
     train(options, tmp_path / "whole")
     out, err = capsys.readouterr()
     assert (" bits per " in out) == (kind != "text_classification")
     assert "texts/s" in out
     assert err == ""
-    signals = iter([0, 15])
-    with monkeypatch.context() as patch:
-        patch.setattr(StopSignal, "poll", lambda self: next(signals))
-        with pytest.raises(Interrupted):
-            train(options, tmp_path / "cut")
+    with interrupted(2):
+        train(options, tmp_path / "cut")
     tokenizer.unlink()  # the run has its own copy
     monkeypatch.chdir("/")
     resume(tmp_path / "cut")
