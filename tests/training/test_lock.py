@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,36 +12,27 @@ from revzoo.training.loop import resume, train
 from revzoo.training.run_folder import RunFolder
 from tests.training.runs import make_recipe
 
-ROOT = Path(__file__).parents[2]
-# Holds the lock as training does, says so, and waits to be killed.
+# Holds a lock, says so, and waits to be killed.
 HOLDER = """
 import sys
-from pathlib import Path
-from revzoo.training.run_folder import RunFolder
-from tests.training.runs import FAST, assert_same_run, make_recipe
-with RunFolder(Path(sys.argv[1])).hold_lock():
+from filelock import FileLock
+with FileLock(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
-@contextmanager
-def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen]:
-    """Another process of this host holds the lock inside the block; then it is killed."""
-    command = [sys.executable, "-c", HOLDER, str(folder)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        yield process
-        process.kill()
-
-
 def test_the_second_process_is_refused_and_a_dead_ones_lock_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.1)
     folder = RunFolder(tmp_path)
-    with held_elsewhere(tmp_path), pytest.raises(InputError, match="is in use by another process"), folder.hold_lock():
-        pass
-    with folder.hold_lock():  # it was killed
+    folder.states.mkdir()
+    command = [sys.executable, "-c", HOLDER, str(folder.lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(InputError, match="is in use by another process"), folder.hold_lock():
+            pass
+        process.kill()
+    with folder.hold_lock():
         pass
 
 
