@@ -14,7 +14,7 @@ from revzoo.analysis.report import ModelReport, PartReport, TwinReport
 from revzoo.analysis.step_memory import CountedStep, run_and_measure
 from revzoo.analysis.twin import build_twin
 from revzoo.checkpoint import index
-from revzoo.checkpoint.files import read_top1
+from revzoo.checkpoint.files import read_metric
 from revzoo.format import count_noun
 from revzoo.model.network import Model
 from revzoo.runtime.mode import MODES, Mode
@@ -80,8 +80,7 @@ def _describe_shipped(spec: Spec) -> dict[str, Any] | None:
 
 
 def _describe_own(file: Path) -> dict[str, Any]:
-    top1 = read_top1(file)
-    return {"file": str(file), "metric": {} if top1 is None else {"top1": top1}, "command": None}
+    return {"file": str(file), "metric": read_metric(file), "command": None}
 
 
 def _count_step(

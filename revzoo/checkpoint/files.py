@@ -23,6 +23,7 @@ from revzoo.checkpoint.facts import collect_facts, restore_facts
 from revzoo.checkpoint.slices import find_own_slice, get_own_part
 from revzoo.checkpoint.writing import SHARD_BYTES, write_weights
 from revzoo.errors import CheckpointError, SpecError, join_names
+from revzoo.metric import CHOSEN
 from revzoo.sharded import is_sharded
 from revzoo.spec.loading import parse_spec
 from revzoo.spec.names import INDEX_SUFFIX, find_beside
@@ -334,12 +335,12 @@ def read_metadata(path: str | Path) -> dict[str, str]:
         return dict(file.metadata() or {})
 
 
-def read_top1(path: Path) -> float | None:
-    """Return the top-1 that training saved with weights [%]; None where it did not, or the file is damaged."""
+def read_metric(path: Path) -> dict[str, float]:
+    """Return the metric that training saved with weights, by its key; nothing where it did not, or the file is damaged."""
     try:
-        return float(read_metadata(path)["revzoo.top1"])
+        return {CHOSEN.key: float(read_metadata(path)[f"revzoo.{CHOSEN.key}"])}
     except (CheckpointError, SafetensorError, KeyError, ValueError):
-        return None
+        return {}
 
 
 def strip_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from revzoo.commands.parser import Parser, declare_import, split_overrides
 from revzoo.errors import InputError
 
 if TYPE_CHECKING:
-    from revzoo.training.evaluation import Scores
+    from revzoo.training.scores import Scores
 
 SUMMARY = "Evaluate a trained model, or weights that ship."
 

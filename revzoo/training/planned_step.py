@@ -24,7 +24,7 @@ from revzoo.model.network import Model
 from revzoo.planning.plan import Plan
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.lookahead import LookaheadOption
-from revzoo.training.setup import Run
+from revzoo.training.run import Run
 
 _SCALAR_BYTES = 8 + 4  # the sum of an epoch's losses; a batch's loss, and the same divided by the batches of an update
 

@@ -4,7 +4,7 @@ config.yaml        the recipe, resolved            spec.yaml          the model'
 metrics.jsonl      one line per epoch              curves.png         drawn at the end
 classes.json       names of the classes, in order, where the labels are classes
 tokenizer.json     copy of the tokenizer, for a model of texts
-last.safetensors   weights after the last epoch    best.safetensors   weights with the best top-1
+last.safetensors   weights after the last epoch    best.safetensors   weights with the best score
 plan.json          the plan, for a recipe with a memory budget
 tensorboard/       events of TensorBoard, for a recipe that tracks them
 state/EPOCH-BATCH/ everything needed to resume from there

@@ -10,7 +10,7 @@ from revzoo.analysis.chains import find_chains
 from revzoo.analysis.verify import verify
 from revzoo.data.random import seeded
 from revzoo.errors import InputError, RevzooError
-from revzoo.training.setup import Run
+from revzoo.training.run import Run
 
 _EXAMPLES = 2
 

@@ -16,11 +16,12 @@ from revzoo.planning import planner
 from revzoo.planning.plan import Plan
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.training import epochs, loop
-from revzoo.training.budget import apply_plan
 from revzoo.training.interrupt import StopSignal
 from revzoo.training.planned_step import WholeStep
 from revzoo.training.recipe import load_recipe
-from revzoo.training.setup import Run, build_run
+from revzoo.training.run import Run
+from revzoo.training.run_plan import apply_plan
+from revzoo.training.setup import build_run
 from tests.training.runs import CONSTANT, FAST, SMALL, assert_same_weights, interrupted, make_recipe
 from zoo_cli import main
 

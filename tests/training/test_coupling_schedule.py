@@ -13,11 +13,11 @@ from revzoo.checkpoint.files import read_metadata
 from revzoo.errors import InputError, SpecError
 from revzoo.planning import planner
 from revzoo.runtime.mode import Mode
-from revzoo.training.budget import apply_plan
 from revzoo.training.coupling_schedule import CouplingSchedule
 from revzoo.training.loop import resume, train
 from revzoo.training.options import CouplingOptions
 from revzoo.training.recipe import load_recipe
+from revzoo.training.run_plan import apply_plan
 from revzoo.training.setup import build_run
 from tests.training.runs import assert_same_run, interrupted, read_records
 

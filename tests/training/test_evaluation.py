@@ -12,8 +12,9 @@ import revzoo
 from revzoo.checkpoint import files, index
 from revzoo.data.base import IGNORED
 from revzoo.errors import CheckpointError, InputError, SpecError
-from revzoo.training.evaluation import Scores, evaluate, evaluate_checkpoint, evaluate_pretrained
+from revzoo.training.evaluation import evaluate_checkpoint, evaluate_pretrained
 from revzoo.training.loop import train
+from revzoo.training.scores import Scores, evaluate
 from tests.training.runs import make_image_recipe, make_recipe, read_records
 from zoo_cli import main
 

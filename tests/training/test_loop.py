@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import zoo_cli
+from revzoo.training import loop
 from revzoo.training.divergence import DivergedError
 from revzoo.training.epochs import train_batch
 from revzoo.training.loop import train
@@ -64,7 +65,8 @@ def test_run_folder(tmp_path, shown, capsys):
 
 def test_the_start_names_frozen_parts_and_remarks_on_the_data(image_folder, tmp_path, capsys):
     (image_folder / "train" / "notes.txt").touch()
-    build_run(make_image_recipe(image_folder, "train.freeze=[stem]"), tmp_path / "run", resumed=False).print_start()
+    run = build_run(make_image_recipe(image_folder, "train.freeze=[stem]"), tmp_path / "run", resumed=False)
+    loop._print_start(run)
     out = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
         r"rev_vit_digits: (?P<all>[\d,]+) parameters \([\d,]+ of them trained\) on cpu; 8 images for training, 8 for testing, "

@@ -12,8 +12,8 @@ from revzoo.errors import RevzooError
 from revzoo.training import epochs
 from revzoo.training.divergence import DivergedError, add_losses
 from revzoo.training.loop import resume, train
+from revzoo.training.run import Run
 from revzoo.training.run_folder import RunFolder, find_damage
-from revzoo.training.setup import Run
 from tests.training.runs import RANDOM, assert_same_run, make_recipe, read_records
 
 BEHIND = "train.save_async=true"

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from revzoo.display.tables.base import DottedName, make_plain_table, make_table
 from revzoo.format import format_bytes, format_flops
+from revzoo.metric import CHOSEN
 from revzoo.runtime.mode import Mode
 
 _CAPTION = (
@@ -25,7 +26,7 @@ def tabulate_zoo(names: Iterable[str], rows: Mapping[str, Mapping[str, Any]]) ->
     """
     table = make_table(caption=_CAPTION)
     table.add_column("model")
-    for heading in ("parameters", "FLOPs", "stored", "inverted", "weights\ntop-1"):
+    for heading in ("parameters", "FLOPs", "stored", "inverted", f"weights\n{CHOSEN.label}"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name in names:
         table.add_row(DottedName(name), *(_list_cells(rows[name]) if name in rows else ["-"] * 5))
@@ -42,11 +43,10 @@ def tabulate_recipes(meanings: Mapping[str, str]) -> Table:
 
 def _list_cells(row: Mapping[str, Any]) -> list[str]:
     memory, weights = row["activation_bytes"], row["weights"]
-    top1 = f"{weights['top1']:.2f} %" if weights else ""
     return [
         f"{row['parameters']:,}",
         format_flops(row["flops"]),
         format_bytes(memory[Mode.STORE]),
         format_bytes(memory[Mode.INVERT]),
-        top1,
+        CHOSEN.format(weights[CHOSEN.key]) if weights else "",
     ]
