@@ -10,8 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from accelerate import Accelerator
-
 from revzoo.checkpoint.files import find_weights, read_metadata, read_tensors
 from revzoo.checkpoint.index import WeightsEntry, find_shipped_weights, read_index
 from revzoo.data.base import Data
@@ -19,7 +17,6 @@ from revzoo.data.loading import load_data
 from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import CheckpointError, InputError, MissingFileError, RevzooError, SpecError, join_names, quote
 from revzoo.model.create import create
-from revzoo.model.network import Model
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, TOKENIZER, WEIGHTS_INDEX, find_beside, find_inside, model_files
 from revzoo.spec.schema import TextInput
@@ -147,10 +144,7 @@ def _require_data_overrides(overrides: Iterable[str]) -> list[str]:
 
 def _load_and_evaluate(recipe: Recipe, source: str, trained_on: str | None = None, **weights: Any) -> Scores:
     accelerator = open_accelerator(recipe.train.mixed_precision)
-    return _evaluate_on(recipe, create(source, device=accelerator.device, **weights), accelerator, trained_on)
-
-
-def _evaluate_on(recipe: Recipe, model: Model, accelerator: Accelerator, trained_on: str | None) -> Scores:
+    model = create(source, device=accelerator.device, **weights)
     data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
     if model.num_outputs < (needed := count_required_outputs(model.spec, data, recipe.data.name)):
         targets = f"{needed} classes" if data.num_classes else f"the {needed} ids of its vocabulary"

@@ -40,7 +40,6 @@ DAMAGE = {
     [
         ("spec.yaml", None, "there is no spec.yaml in it"),
         ("spec.yaml", b"name: [", "invalid YAML"),
-        ("metrics.jsonl", None, "There is no .*metrics.jsonl, the metrics of 1 epoch. Put it back"),
     ],
 )
 def test_damaged_folders_are_not_resumed(copied, file, content, message):
@@ -49,9 +48,8 @@ def test_damaged_folders_are_not_resumed(copied, file, content, message):
         resume(copied)
 
 
-@pytest.mark.parametrize("content", [b"[1]\n", b"\xff{\n"])
-def test_damaged_metrics(copied, content):
-    damage(copied / "metrics.jsonl", content)
+def test_damaged_metrics(copied):
+    damage(copied / "metrics.jsonl", b"\xff{\n")
     with pytest.raises(CheckpointError, match="Line 1 of .*metrics.jsonl is not the metrics of an epoch. Delete that line"):
         RunFolder(copied).drop_records_after(1)
 
