@@ -19,19 +19,12 @@ from tests.training.runs import make_image_recipe, make_recipe, read_records
 from zoo_cli import main
 
 
-class Lookup(nn.Module):
-    """A model whose logits are the images."""
-
-    def forward(self, x):
-        return x
-
-
 def test_scores_by_hand():
     logits = torch.tensor([[9.0, 8, 7, 6, 5, 4, 3]] * 7)
     labels = torch.tensor([0, 0, 1, 4, 4, 5, 6])  # two hits, five among the first five
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(list(zip(logits, labels, strict=True)), batch_size=3))
-    model = Lookup().train()
+    model = nn.Identity().train()  # the images are the logits
     scores = evaluate(model, loader, accelerator)
     loss = nn.functional.cross_entropy(logits.double(), labels).item()
     assert scores == Scores({"top1": 200 / 7, "top5": 500 / 7}, pytest.approx(loss), 7)
@@ -132,24 +125,13 @@ def test_shipped_weights_repeat_their_metric():
         assert scores.metrics["top1"] >= 96
 
 
-class Table(nn.Module):
-    """A model that looks its logits up by id."""
-
-    def __init__(self, logits):
-        super().__init__()
-        self.logits = logits
-
-    def forward(self, ids):
-        return self.logits[ids]
-
-
 def test_scores_of_ids_by_hand():
     logits = torch.randn(9, 9, generator=torch.Generator().manual_seed(0))
     batches = [
         (torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([[1, IGNORED, 3], [IGNORED, 0, 0]])),
         (torch.tensor([[6, 7]]), torch.tensor([[8, IGNORED]])),
     ]
-    scores = evaluate(Table(logits), batches, Accelerator(), "tokens")
+    scores = evaluate(nn.Embedding.from_pretrained(logits), batches, Accelerator(), "tokens")
     pairs = [(0, 1), (2, 3), (4, 0), (5, 0), (6, 8)]
     losses = [-logits[i].log_softmax(0)[label].item() for i, label in pairs]
     ranks = [int((logits[i] > logits[i, label]).sum()) for i, label in pairs]

@@ -79,14 +79,6 @@ def test_a_zoo_model_then_its_run_then_another_folder(tune):
     assert evaluate_checkpoint(again).count == 2
 
 
-def test_weights_in_a_saved_folder(tune, tmp_path):
-    model = revzoo.create("rev_vit_digits", num_outputs=2)
-    model.save_pretrained(tmp_path / "saved")
-    run, printed = tune(tmp_path / "saved", "two", "run")
-    assert "the head" not in printed
-    assert find_changed(model.state_dict(), run) == set()
-
-
 def test_weights_in_a_file_for_other_classes(tune, tmp_path):
     """The head is the file's where the classes are, and a new one otherwise, whatever number the model's spec has."""
     model = revzoo.create("rev_vit_digits", num_outputs=4)
