@@ -31,7 +31,8 @@ from revzoo.training.epochs import train_epoch
 from revzoo.training.interrupt import StopSignal
 from revzoo.training.options import Recipe
 from revzoo.training.recipe import load_recipe
-from revzoo.training.setup import Run, build_run
+from revzoo.training.run import Run
+from revzoo.training.setup import build_run
 
 _MOST = 1 / 0.95  # at least 95 % of the images per second of the plain loop
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from revzoo.checkpoint.files import find_not_finite
 from revzoo.checkpoint.slices import get_own_part
 from revzoo.errors import RevzooError, join_names, quote
-from revzoo.training.setup import Run
+from revzoo.training.run import Run
 
 
 class DivergedError(RevzooError, ArithmeticError):

@@ -2,8 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,17 @@ from torch.distributed.fsdp import FSDPModule
 from revzoo.checkpoint import files
 from revzoo.data.random import reseed
 from revzoo.display.figures.curves import plot_curves
-from revzoo.errors import RecoveryError
 from revzoo.file import write_atomically
 from revzoo.format import count_noun
 from revzoo.metric import CHOSEN
 from revzoo.model.compile_steps import compile_steps
 from revzoo.training.captured_step import EAGER_STEPS, CapturedStep
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights
-from revzoo.training.evaluation import evaluate
 from revzoo.training.in_backward import update_in_backward
 from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
 from revzoo.training.processes import call_on_main
-from revzoo.training.setup import Run
+from revzoo.training.run import Run
+from revzoo.training.scores import evaluate
 from revzoo.training.state import save_state, share_statistics
 from revzoo.training.tracking import log_record, open_trackers
 
@@ -109,8 +107,7 @@ def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     before, began, signum = progress.seconds, time.perf_counter(), 0
     run.wrapped.train()
     for batch, labels in run.data.train:
-        with _say_when(run):
-            losses += train_batch(run, batch, labels, (options.seed, epoch, progress.batch)).detach() * len(batch)
+        losses += train_batch(run, batch, labels, (options.seed, epoch, progress.batch)).detach() * len(batch)
         progress.batch += 1
         progress.examples += len(batch) * accelerator.num_processes
         if not accelerator.sync_gradients:
@@ -155,20 +152,6 @@ def train_batch(run: Run, batch: torch.Tensor, labels: torch.Tensor, key: tuple[
         run.optimizer.step()
         run.optimizer.zero_grad()
     return run.last_loss
-
-
-@contextmanager
-def _say_when(run: Run) -> Iterator[None]:
-    """Add update and newest state to an error of the runtime, such as states that leave the range of exact arithmetic."""
-    try:
-        yield
-    except RecoveryError as error:
-        progress = run.progress
-        run.upload.settle()
-        raise RecoveryError(
-            f"{error} This was in epoch {progress.epoch + 1}, update {progress.updates + 1}. The newest state is "
-            f"{run.folder.find_state()}; train.save_every=N saves one every N updates."
-        ) from error
 
 
 def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:

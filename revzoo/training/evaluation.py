@@ -1,29 +1,22 @@
-"""Metrics and loss on a data set. Each example counts exactly once, however many processes share the work."""
+"""Evaluate weights: those of a run, what `revzoo convert` or `save_pretrained` wrote, and those that ship."""
 
 import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
-
 from revzoo.checkpoint.files import find_weights, read_metadata, read_tensors
 from revzoo.checkpoint.index import WeightsEntry, find_shipped_weights, read_index
-from revzoo.data.base import IGNORED, Data
+from revzoo.data.base import Data
 from revzoo.data.loading import load_data
 from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import CheckpointError, InputError, MissingFileError, RevzooError, SpecError, join_names, quote
-from revzoo.format import count_noun, format_bits
-from revzoo.metric import METRICS
 from revzoo.model.create import create
-from revzoo.model.model import Model
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, TOKENIZER, WEIGHTS_INDEX, find_beside, find_inside, model_files
 from revzoo.spec.schema import TextInput
@@ -33,76 +26,9 @@ from revzoo.training.preprocessing import adopt_preprocessing
 from revzoo.training.processes import open_accelerator
 from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
+from revzoo.training.scores import Scores, evaluate
 
 _NAMED = " Name one that revzoo train has written."
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Accuracy and loss of a classifier or a language model on a data set.
-
-    Args:
-        metrics: value of each of METRICS, by its key.
-        loss: mean cross-entropy [nats], without label smoothing.
-        count: number of labels.
-        label_noun: what one label belongs to: "images", "texts", "tokens" or "bytes".
-        notes: remarks on the data, such as which files were skipped.
-    """
-
-    metrics: Mapping[str, float]
-    loss: float
-    count: int
-    label_noun: str = "images"
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        loss = f"loss {self.loss:.4f}{format_bits(self.loss, self.label_noun, prefix=', ')}"
-        labels = count_noun(self.count, self.label_noun.removesuffix("s"))
-        metrics = ", ".join(f"{metric.label} {metric.format(self.metrics[metric.key])}" for metric in METRICS)
-        return f"{metrics}, {loss} on {labels}"
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    loader: Iterable[tuple[Tensor, Tensor]],
-    accelerator: Accelerator,
-    label_noun: str = "images",
-) -> Scores:
-    """Compute the scores of a model on everything a loader yields; labels that are IGNORED do not count.
-
-    Args:
-        model: on the accelerator's device. It is evaluated in eval mode and then put back into the mode it was in.
-        loader: yields (images or ids, labels); prepared by the accelerator.
-        accelerator: gathers the scores of all processes.
-        label_noun: what one label belongs to, for the scores' text.
-    """
-    training = model.training
-    model.eval()
-    sums = torch.zeros(2 + len(METRICS), dtype=torch.float64)
-    try:
-        for batch, labels in loader:
-            sums += _sum_scores(model, batch, labels, accelerator)
-    finally:
-        model.train(training)
-    loss, count, *totals = sums.tolist()
-    metrics = {metric.key: metric.scale * total / count for metric, total in zip(METRICS, totals, strict=True)}
-    return Scores(metrics, loss / count, int(count), label_noun)
-
-
-def _sum_scores(model: nn.Module, batch: Tensor, labels: Tensor, accelerator: Accelerator) -> Tensor:
-    """Return loss, count and metrics, each summed over a batch of every process."""
-    with accelerator.autocast():
-        logits = model(batch).float()
-    losses = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORED)
-    counted = labels != IGNORED
-    parts = losses.view_as(labels), counted, *(metric.measure(logits, labels) * counted for metric in METRICS)
-    # Summed for each example before gathering, because the lengths of batches of texts differ between processes.
-    rows = torch.stack([part.double().view(len(labels), -1).sum(1) for part in parts], 1)
-    gathered: Tensor = accelerator.gather(rows)
-    state = accelerator.gradient_state  # which knows how many examples fill up the last batch
-    remainder = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-    return gathered[:remainder].sum(0).cpu()
 
 
 def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
@@ -218,10 +144,7 @@ def _require_data_overrides(overrides: Iterable[str]) -> list[str]:
 
 def _load_and_evaluate(recipe: Recipe, source: str, trained_on: str | None = None, **weights: Any) -> Scores:
     accelerator = open_accelerator(recipe.train.mixed_precision)
-    return _evaluate_on(recipe, create(source, device=accelerator.device, **weights), accelerator, trained_on)
-
-
-def _evaluate_on(recipe: Recipe, model: Model, accelerator: Accelerator, trained_on: str | None) -> Scores:
+    model = create(source, device=accelerator.device, **weights)
     data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
     if model.num_outputs < (needed := count_required_outputs(model.spec, data, recipe.data.name)):
         targets = f"{needed} classes" if data.num_classes else f"the {needed} ids of its vocabulary"

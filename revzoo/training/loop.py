@@ -24,15 +24,17 @@ from revzoo.format import count_noun
 from revzoo.planning.plan import Plan
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import find_differences
-from revzoo.training.budget import apply_plan, save_plan
 from revzoo.training.epochs import Summary, train_epochs
 from revzoo.training.options import Recipe
 from revzoo.training.origin import check_changes, needs_new_plan
 from revzoo.training.planned_step import WholeStep
-from revzoo.training.processes import call_on_main, count_restarts, follow_launcher, make_accelerator
+from revzoo.training.processes import call_on_main, count_restarts, describe_division, follow_launcher, make_accelerator
 from revzoo.training.recipe import load_recipe
+from revzoo.training.recipe_check import find_ineffective_settings
+from revzoo.training.run import Run
 from revzoo.training.run_folder import RECIPE, RunFolder, claim_free_folder, name_run
-from revzoo.training.setup import Run, build_run
+from revzoo.training.run_plan import apply_plan, save_plan
+from revzoo.training.setup import build_run
 from revzoo.training.state import load_state, save_state
 from revzoo.training.terminal import send_output_to
 from revzoo.training.verification import describe_gradients
@@ -64,7 +66,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         return resume(out)
     with _claim_folder(recipe, out, accelerator) as folder:  # too small a budget leaves none
         run = _build_run(recipe, folder.path, accelerator)
-        run.print_start()
+        _print_start(run)
         plan = _apply_plan(run, anew=True)
     with _hold_folder(folder, accelerator):
         call_on_main(accelerator, folder.require_free)  # another run may have begun there in the meantime
@@ -91,7 +93,7 @@ def preview(recipe: Recipe) -> None:
     recipe = follow_launcher(recipe)
     with tempfile.TemporaryDirectory() as folder:
         run = _build_run(recipe, Path(folder), make_accelerator(recipe))
-        run.print_start()
+        _print_start(run)
         _print_setting(run, _apply_plan(run, anew=True))
         run.display.console.print("Dry run: nothing was trained, and nothing is written.")
 
@@ -144,6 +146,22 @@ def _hold_folder(folder: RunFolder, accelerator: Accelerator) -> Iterator[None]:
         yield
 
 
+def _print_start(run: Run) -> None:
+    """Print what is trained, where and on what, and remarks on data and recipe."""
+    sizes = [(p.numel(), p.requires_grad) for p in run.model.parameters()]
+    parameters, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    frozen = "" if trained == parameters else f" ({trained:,} of them trained)"
+    data, console = run.data, run.display.console
+    divided = "" if run.mesh is None else f", {describe_division(run.mesh)}"
+    classes = "" if data.num_classes is None else f", {data.num_classes} classes"
+    console.print(
+        f"{run.model.spec.name}: {parameters:,} parameters{frozen} on {run.accelerator.device}{divided}; "
+        f"{data.num_train:,} {data.example_noun} for training, {data.num_test:,} for testing{classes}"
+    )
+    for line in [*data.notes, *run.notes, *find_ineffective_settings(run.recipe)]:
+        console.print(f"Note: {line}.")
+
+
 def _print_setting(run: Run, plan: Plan | None) -> None:
     """Print the memory of a training step in every mode, the plan, and how well gradients agree."""
     if run.accelerator.is_main_process and run.mesh is None:
@@ -187,7 +205,7 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
             run.display.console.print(line)
         changes = check_changes(run_folder, run.origin, run.recipe, run.progress.epoch, typed, accept_changes)
         load_state(run)
-        run.print_start()
+        _print_start(run)
         progress, processes = run.progress, accelerator.num_processes
         shared_anew = progress.processes != processes  # each process has another part of the batch
         plan = _apply_plan(run, anew=shared_anew or needs_new_plan(changes))

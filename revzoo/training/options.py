@@ -178,7 +178,7 @@ class TrainOptions:
         label_smoothing: probability mass that is spread over all classes.
         class_weights: by how much the loss of each class's examples counts: a list with a number for each class, or "balanced",
             in inverse proportion to how many training examples a class has; None: all the same. Scores are not weighted.
-        patience: epochs without a better top-1 after which training ends; None: it trains all epochs.
+        patience: epochs without a better score after which training ends; None: it trains all epochs.
         mixed_precision: autocast dtype of the steps; "no" is float32.
         seed: of initialisation, order, augmentation and dropout.
         freeze: modules of the model that are not trained, such as stem or stages.0.

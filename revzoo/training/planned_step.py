@@ -24,7 +24,7 @@ from revzoo.model.model import Model
 from revzoo.planning.plan import Plan
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.lookahead import LookaheadOption
-from revzoo.training.setup import Run
+from revzoo.training.run import Run
 
 _SCALAR_BYTES = 8 + 4  # the sum of an epoch's losses; a batch's loss, and the same divided by the batches of an update
 
@@ -79,10 +79,10 @@ class WholeStep(PlannedStep):
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         averaged = 0 if run.ema is None else count_model_bytes(run.ema.module)
         buckets = gradients if run.accelerator.num_processes > 1 else 0
-        state = count_optimizer(model, optimizer).state
         self.lookahead = run.recipe.memory.lookahead
         # One that updates inside backward makes no update after it: what it takes is counted by `_treat_gradients`.
         in_backward = run.recipe.train.optimizer_in_backward
+        state = count_optimizer(model, optimizer).state if in_backward or optimizer.state else 0
         self._optimizer = None if in_backward else optimizer
         self._updates = count_updates_apart(model, optimizer) if in_backward else None
         self._run_bytes = averaged + buckets + self._beside_bytes

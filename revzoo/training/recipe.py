@@ -44,7 +44,7 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
                 hint = f" To train on the images in it: revzoo train images {quote(f'data.root={source}')}."
             refuse_source("recipe", source, names, "a recipe", _FILE, "revzoo list --recipes", hint)
         path = names[str(source)]
-    tree, problems = load_tree(path, recipe_files(), _merge_recipes, lambda base: _hint_at_model(base, path)), []
+    tree, problems = load_tree(path, recipe_files(), _merge_recipes), []
     for override in overrides:  # one by one: model.overrides=[...] may follow model=NAME
         changed, more = apply_overrides(tree, [override])
         tree = _merge_recipes(tree, changed)
@@ -71,14 +71,6 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
     text = replace(data.text, tokenizer=file if file == BYTES else _make_absolute(file))
     data = replace(data, root=_make_absolute(data.root), text=text)
     return replace(recipe, data=data, file=str(path), places=dict(list_places(tree)))
-
-
-def _hint_at_model(base: str, file: Path) -> str:
-    if base not in model_files():
-        return ""
-    return (
-        f" {base} is a model, and so is a file that inherits from it: revzoo train {DEFAULT_RECIPE} {quote(f'model={file}')}."
-    )
 
 
 def _merge_recipes(base: YamlNode, over: YamlNode) -> YamlNode:

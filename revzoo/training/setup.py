@@ -1,19 +1,13 @@
 """Build everything a run consists of from its recipe: data, model, optimizer, schedules."""
 
-import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
-from timm.utils import ModelEmaV3
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from revzoo.data.base import Data
 from revzoo.data.loading import load_data
 from revzoo.data.options import TextOptions
 from revzoo.data.random import reseed
@@ -24,120 +18,17 @@ from revzoo.spec.names import BYTES, TOKENIZER
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import TextInput
 from revzoo.spec.tree import find_differences
-from revzoo.training.captured_step import Step
-from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
-from revzoo.training.loss import Loss, make_loss
+from revzoo.training.coupling_schedule import make_coupling_schedule
+from revzoo.training.loss import make_loss
 from revzoo.training.network import load_model_spec, make_network
 from revzoo.training.optimizer import make_recipe_optimizer, make_scheduler
 from revzoo.training.options import ModelOptions, Recipe
 from revzoo.training.origin import Origin, read_origin, require_same
 from revzoo.training.preprocessing import adopt_preprocessing
-from revzoo.training.processes import call_on_all, describe_division, make_accelerator, make_run_mesh
-from revzoo.training.recipe_check import find_ineffective_settings
-from revzoo.training.run_folder import RECIPE, Progress, RunFolder
+from revzoo.training.processes import call_on_all, make_accelerator, make_run_mesh
+from revzoo.training.run import Run
+from revzoo.training.run_folder import Progress, RunFolder
 from revzoo.training.state_files import Upload
-
-
-@dataclass
-class Run:
-    """What the training loop works with.
-
-    The coupling of the models is at all times that of the next update, `progress.updates`: `build_run` sets it, and the loop
-    sets it again after every update.
-
-    Args:
-        recipe: the recipe.
-        folder: where the run is saved.
-        accelerator: Accelerate's object for device, processes and precision.
-        mesh: the processes that divide the network among them; None where each has all of it.
-        data: the loaders of this process, with the order and augmentation of every epoch.
-        model: the bare model.
-        wrapped: the model as it is called in training: inside DistributedDataParallel, or divided over processes.
-        ema: running average of the weights over updates; None where the recipe has none.
-        loss: the training loss, with mixup.
-        optimizer: the optimizer, prepared by Accelerate.
-        scheduler: the learning-rate schedule, stepped once per update.
-        coupling: schedule of the coupling; None where the coupling stays.
-        progress: how far the run has come.
-        origin: what the run is made of; every state says what the run was started with.
-        display: what is printed.
-        upload: the state that is being written.
-        notes: remarks on the model for the reader.
-        step: forward and backward of a batch with its targets; returns the loss.
-        last_loss: loss of the last batch of this process; None before the first.
-    """
-
-    recipe: Recipe
-    folder: RunFolder
-    accelerator: Accelerator
-    mesh: DeviceMesh | None
-    data: Data
-    model: Model
-    wrapped: nn.Module
-    ema: ModelEmaV3 | None
-    loss: Loss
-    optimizer: Any
-    scheduler: Any
-    coupling: CouplingSchedule | None
-    progress: Progress
-    origin: Origin
-    display: TrainingDisplay
-    upload: Upload
-    notes: list[str]
-    step: Step = field(init=False)
-    last_loss: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.step = self._run_step
-
-    def _run_step(self, batch: Tensor, targets: Tensor) -> Tensor:
-        with self.accelerator.autocast():  # Accelerate calls it for all networks but divided ones
-            outputs = self.wrapped(batch)
-        loss: Tensor = self.loss(outputs, targets)
-        self.last_loss = loss  # the one before is freed, as plans count; backward frees the outputs
-        del outputs
-        self.accelerator.backward(loss)
-        return loss
-
-    @property
-    def evaluated(self) -> Model:
-        """The model whose weights are evaluated and saved: the running average where there is one."""
-        return self.model if self.ema is None else self.ema.module
-
-    @property
-    def batch_size(self) -> int:
-        """Examples of a batch in this process."""
-        processes: int = self.accelerator.num_processes
-        return self.origin.batch_size // processes
-
-    def set_coupling(self, update: int) -> None:
-        """Give the model and its running average the coupling of an update."""
-        if self.coupling is not None:
-            self.coupling.apply(update, *dict.fromkeys([self.model, self.evaluated]))
-
-    def describe(self) -> dict[str, str]:
-        """Return the text files that say what the run is, by name: recipe, spec, names of the classes, tokenizer."""
-        texts = {"spec.yaml": self.model.spec.to_yaml()}
-        if self.data.class_names is not None:
-            texts["classes.json"] = json.dumps(self.data.class_names, ensure_ascii=False)
-        if (tokenizer := self.data.data_config.get("tokenizer", BYTES)) != BYTES:
-            texts[TOKENIZER] = Path(tokenizer).read_text(encoding="utf-8")
-        return {**texts, RECIPE: self.recipe.to_yaml()}  # which makes the folder that of a run
-
-    def print_start(self) -> None:
-        """Print what is trained, where and on what, and remarks on data and recipe."""
-        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
-        parameters, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-        frozen = "" if trained == parameters else f" ({trained:,} of them trained)"
-        data, console = self.data, self.display.console
-        divided = "" if self.mesh is None else f", {describe_division(self.mesh)}"
-        classes = "" if data.num_classes is None else f", {data.num_classes} classes"
-        console.print(
-            f"{self.model.spec.name}: {parameters:,} parameters{frozen} on {self.accelerator.device}{divided}; "
-            f"{data.num_train:,} {data.example_noun} for training, {data.num_test:,} for testing{classes}"
-        )
-        for line in [*data.notes, *self.notes, *find_ineffective_settings(self.recipe)]:
-            console.print(f"Note: {line}.")
 
 
 def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = None, *, resumed: bool) -> Run:

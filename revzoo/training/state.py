@@ -9,7 +9,7 @@ from torch import nn
 from revzoo.errors import CheckpointError
 from revzoo.training.divergence import check_weights
 from revzoo.training.processes import call_on_main
-from revzoo.training.setup import Run
+from revzoo.training.run import Run
 from revzoo.training.state_files import METADATA, StateWriter, list_contents, read_state_tensors
 
 

@@ -11,7 +11,7 @@ from revzoo.analysis.verify import verify
 from revzoo.data.random import seeded
 from revzoo.device import forget_peak
 from revzoo.errors import InputError, RevzooError
-from revzoo.training.setup import Run
+from revzoo.training.run import Run
 
 _EXAMPLES = 2
 

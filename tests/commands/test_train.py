@@ -6,8 +6,8 @@ from omegaconf import OmegaConf
 import zoo_cli
 from revzoo.errors import MissingValueError
 from revzoo.spec.names import recipe_files
-from revzoo.training.evaluation import Scores
 from revzoo.training.planned_step import WholeStep
+from revzoo.training.scores import Scores
 
 SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=1,block.f.heads=2"
 FAST = ["data.batch_size=512", "train.epochs=1", "schedule.warmup_epochs=0", f"model.overrides=[{SMALL}]"]

@@ -27,7 +27,7 @@ from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.options import Recipe
 from revzoo.training.planned_step import WholeStep
 from revzoo.training.recipe import load_recipe
-from revzoo.training.setup import Run
+from revzoo.training.run import Run
 
 SECONDS = 600
 VIT = "stem.width=8,stages.0.width=8,stages.0.depth=1,block.f.heads=2,block.drop_path.max=0.2,head.dropout=0.1"

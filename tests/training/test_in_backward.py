@@ -1,48 +1,34 @@
 """An optimizer inside backward: weights and state are those of an ordinary one, bit for bit; what needs more is refused."""
 
 import copy
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
-import revzoo
 from revzoo.analysis.step_memory import measure_modes
 from revzoo.errors import InputError, SpecError
-from revzoo.runtime.schedule import MODES
-from revzoo.training import epochs, loop
+from revzoo.training import loop
 from revzoo.training.in_backward import update_in_backward
 from revzoo.training.optimizer import make_optimizer
-from revzoo.training.options import Recipe
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import UPDATE_ONE_BY_ONE
 from revzoo.training.setup import build_run
+from tests.training.runs import CONSTANT, FAST, SMALL, assert_same_run
 
-VIT = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2,block.drop_path.max=0.2,head.dropout=0.1"
-REVNET = ",".join(["stem.width=8", *(f"stages.{i}.width=8,stages.{i}.depth=1" for i in range(3))])
-REFORMER = "stem.width=16,stages.0.width=16,stages.0.depth=1,block.f.heads=2,block.f.hashes=1,block.g.chunks=1,input.length=64"
 ROBERTA = "stem.width=16,stages.0.width=16,stages.0.depth=1,block.f.heads=2,input.length=32"
-FAST = ["data.batch_size=320", "train.epochs=1", "schedule.warmup_epochs=0", "train.clip_grad=null", "train.accumulate=1"]
 INSIDE = "train.optimizer_in_backward=true"
-
-
-def small(name: str, overrides: str, *settings: str) -> Recipe:
-    return load_recipe(name, [*FAST, f"model.overrides=[{overrides}]", *settings])
+DEEP = [f"model.overrides=[{SMALL},stages.0.depth=2]", "model.schedule=[store,selective,invert,recompute,invert,store,store]"]
+PLAIN = ["train.epochs=1", "train.clip_grad=null", "train.accumulate=1"]
 
 
 @pytest.fixture
-def assert_same_run(read_state) -> Callable[[Path, Path], None]:
-    """Return a function that compares the weights of two runs, and of the newest states the optimizers'."""
+def assert_same_run_and_state(read_state):
+    """Return a function that compares two runs, and of their newest states the optimizers' too."""
 
-    def compare(one: Path, other: Path) -> None:
-        left, right = load_file(one / "last.safetensors"), load_file(other / "last.safetensors")
-        assert left.keys() == right.keys()
-        assert [key for key in left if not torch.equal(left[key], right[key])] == []
-        left, right = (read_state(sorted((run / "state").glob("0*"))[-1]) for run in (one, other))
+    def compare(one, other):
+        assert_same_run(one, other)
+        left, right = read_state(one), read_state(other)
         assert left.keys() == right.keys()
         assert left.pop("settings") == right.pop("settings")
         assert [key for key in left if not torch.equal(left[key], right[key])] == []
@@ -50,54 +36,30 @@ def assert_same_run(read_state) -> Callable[[Path, Path], None]:
     return compare
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_training_is_the_same_in_every_mode(mode, tmp_path, assert_same_run):
-    for name, settings in (("ordinary", []), ("inside", [INSIDE])):
-        loop.train(small("digits", VIT, f"model.schedule={mode}", *settings), tmp_path / name)
-    assert_same_run(tmp_path / "ordinary", tmp_path / "inside")
-
-
 @pytest.mark.parametrize(
-    ("recipe", "overrides", "settings"),
+    ("recipe", "settings"),
     [
-        ("digits", VIT, ["optimizer.layer_decay=0.5", "train.freeze=[stem]", "ema={decay: 0.9}", "train.mixed_precision=bf16"]),
-        ("digits", VIT, ["optimizer.opt=sgd", "optimizer.momentum=0.9", "model.exact=true", "optimizer.foreach=true"]),
-        ("digits_revnet", REVNET, ["schedule.sched=cosine"]),
-        pytest.param("digits_revnext", "stages.1.depth=1", [], marks=pytest.mark.slow),
-        pytest.param("text_reformer", REFORMER, ["data.batch_size=256"], marks=pytest.mark.slow),
-        pytest.param("text_roberta", ROBERTA, ["data.batch_size=128"], marks=pytest.mark.slow),
+        ("digits", ["optimizer.layer_decay=0.5", "train.freeze=[stem]", "ema={decay: 0.9}", "train.mixed_precision=bf16"]),
+        ("digits", ["optimizer={opt: sgd, lr: 0.1, momentum: 0.9, foreach: true}", "model.exact=true", *DEEP]),
+        ("text_roberta", ["data.batch_size=400", f"model.overrides=[{ROBERTA}]"]),
     ],
-    ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
+    ids=["groups, frozen parts, averages, bf16", "modes, exact arithmetic", "tied weights"],
 )
-def test_training_is_the_same_whatever_is_set(recipe, overrides, settings, tmp_path, assert_same_run):
-    """Also with frozen parts, groups of several learning rates, averaged weights, BatchNorm and tied embeddings."""
+def test_training_is_the_same_whatever_is_set(recipe, settings, tmp_path, assert_same_run_and_state):
     for name, more in (("ordinary", []), ("inside", [INSIDE])):
-        loop.train(small(recipe, overrides, *settings, *more), tmp_path / name)
-    assert_same_run(tmp_path / "ordinary", tmp_path / "inside")
+        loop.train(load_recipe(recipe, [*FAST, *CONSTANT, *PLAIN, *settings, *more]), tmp_path / name)
+    assert_same_run_and_state(tmp_path / "ordinary", tmp_path / "inside")
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-def test_training_is_the_same_with_compiled_steps(tmp_path, monkeypatch, assert_same_run):
-    monkeypatch.setattr(epochs, "compile_steps", partial(revzoo.compile_steps, backend="aot_eager"))
-    modes = "model.schedule=[store,selective,invert,recompute,invert,store,store]"
-    for name, more in (("ordinary", []), ("inside", [INSIDE])):
-        torch.compiler.reset()
-        loop.train(small("digits", VIT, modes, "train.compile=true", *more), tmp_path / name)
-    assert_same_run(tmp_path / "ordinary", tmp_path / "inside")
-
-
-def test_the_state_of_the_one_is_that_of_the_other(tmp_path, assert_same_run):
+def test_the_state_of_the_one_is_that_of_the_other(tmp_path, assert_same_run_and_state):
     """Begun in the one way, extended in the other."""
-    constant = "schedule.sched=constant"
-    loop.train(small("digits", VIT, constant, "train.epochs=2"), tmp_path / "ordinary")
-    loop.train(small("digits", VIT, constant), tmp_path / "turned")
+    recipe = [*FAST, *CONSTANT, *PLAIN]
+    loop.train(load_recipe("digits", [*recipe, "train.epochs=2"]), tmp_path / "ordinary")
+    loop.train(load_recipe("digits", recipe), tmp_path / "turned")
     loop.resume(tmp_path / "turned", ["train.epochs=2", INSIDE])
-    assert_same_run(tmp_path / "ordinary", tmp_path / "turned")
-    loop.resume(tmp_path / "turned", ["train.epochs=3", "train.optimizer_in_backward=false"])
-    loop.resume(tmp_path / "ordinary", ["train.epochs=3"])
-    assert_same_run(tmp_path / "ordinary", tmp_path / "turned")
+    assert_same_run_and_state(tmp_path / "ordinary", tmp_path / "turned")
+    with pytest.raises(InputError, match=r"cannot change optimizer\.fused\. Put that back"):  # which the state holds
+        loop.resume(tmp_path / "turned", ["optimizer.fused=true"])
 
 
 def test_gradients_are_gone_after_backward():
@@ -166,19 +128,13 @@ def test_optimizers_that_update_each_parameter_alone(opt):
 )
 def test_what_needs_all_gradients_is_refused(setting, path, allowed):
     with pytest.raises(SpecError) as caught:
-        small("digits", VIT, INSIDE, setting)
+        load_recipe("digits", [*PLAIN, INSIDE, setting])
     (problem,) = caught.value.problems
     assert problem.path == path
     assert problem.allowed.startswith(allowed)
 
 
 def test_the_kind_of_update_is_the_optimizers(tmp_path):
-    run = build_run(small("digits", VIT, "optimizer.foreach=false", "optimizer.fused=true"), tmp_path / "run", resumed=False)
+    recipe = load_recipe("digits", [*FAST, "optimizer.foreach=false", "optimizer.fused=true"])
+    run = build_run(recipe, tmp_path / "run", resumed=False)
     assert {(group["foreach"], group["fused"]) for group in run.optimizer.param_groups} == {(False, True)}
-
-
-def test_another_kind_of_update_is_not_taken_up(tmp_path):
-    """A state holds it, so it would have no effect."""
-    loop.train(small("digits", VIT), tmp_path / "run")
-    with pytest.raises(InputError, match=r"cannot change optimizer\.fused\. Put that back"):
-        loop.resume(tmp_path / "run", ["optimizer.fused=true"])

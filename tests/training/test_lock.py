@@ -1,11 +1,7 @@
 """One process at a time works in a run's folder: the second is refused, and a dead one's lock is taken over."""
 
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,40 +10,33 @@ from revzoo.errors import DataError, InputError
 from revzoo.training import loop, run_folder
 from revzoo.training.loop import resume, train
 from revzoo.training.run_folder import RunFolder
+from tests.training.runs import make_recipe
 
-ROOT = Path(__file__).parents[2]
-# Holds the lock as training does, says so, and waits to be killed.
+# Holds a lock, says so, and waits to be killed.
 HOLDER = """
 import sys
-from pathlib import Path
-from revzoo.training.run_folder import RunFolder
-with RunFolder(Path(sys.argv[1])).hold_lock():
+from filelock import FileLock
+with FileLock(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
-@contextmanager
-def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen]:
-    """Another process of this host holds the lock inside the block; then it is killed."""
-    command = [sys.executable, "-c", HOLDER, str(folder)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        yield process
-        process.kill()
-
-
 def test_the_second_process_is_refused_and_a_dead_ones_lock_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.1)
     folder = RunFolder(tmp_path)
-    with held_elsewhere(tmp_path), pytest.raises(InputError, match="is in use by another process"), folder.hold_lock():
-        pass
-    with folder.hold_lock():  # it was killed
+    folder.states.mkdir()
+    command = [sys.executable, "-c", HOLDER, str(folder.lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(InputError, match="is in use by another process"), folder.hold_lock():
+            pass
+        process.kill()
+    with folder.hold_lock():
         pass
 
 
-def test_a_run_holds_the_lock_of_its_folder(tmp_path, monkeypatch, recipe):
+def test_a_run_holds_the_lock_of_its_folder(tmp_path, monkeypatch):
     refused = []
 
     def look(run):
@@ -59,13 +48,13 @@ def test_a_run_holds_the_lock_of_its_folder(tmp_path, monkeypatch, recipe):
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.1)
     monkeypatch.setattr(loop, "train_epochs", look)
     with pytest.raises(KeyboardInterrupt):
-        train(recipe(), tmp_path / "run")
+        train(make_recipe(), tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         resume(tmp_path / "run")
     assert refused == [True] * 2
 
 
-def test_two_new_runs_with_one_name(tmp_path, monkeypatch, recipe):
+def test_two_new_runs_with_one_name(tmp_path, monkeypatch):
     """Both find the folder free; the second to write is refused."""
     apply_plan = loop.apply_plan
 
@@ -77,11 +66,11 @@ def test_two_new_runs_with_one_name(tmp_path, monkeypatch, recipe):
 
     monkeypatch.setattr(loop, "apply_plan", begin_another)
     with pytest.raises(InputError, match="is not empty. Resume that run"):
-        train(recipe(), tmp_path / "run")
+        train(make_recipe(), tmp_path / "run")
     assert (tmp_path / "run" / "config.yaml").read_text() == "first"
 
 
-def test_new_runs_that_start_together_get_a_folder_each(tmp_path, monkeypatch, recipe):
+def test_new_runs_that_start_together_get_a_folder_each(tmp_path, monkeypatch):
     """The second starts while the first is being built; the third cannot be built, and leaves no folder."""
     monkeypatch.chdir(tmp_path)
     build_run, built = loop.build_run, []
@@ -100,23 +89,6 @@ def test_new_runs_that_start_together_get_a_folder_each(tmp_path, monkeypatch, r
 
     monkeypatch.setattr(loop, "build_run", build)
     monkeypatch.setattr(loop, "train_epochs", lambda run: None)
-    train(recipe())
+    train(make_recipe())
     assert built == [Path("runs/digits"), Path("runs/digits-2"), Path("runs/digits-3")]
     assert sorted(path.name for path in Path("runs").iterdir()) == ["digits", "digits-2"]
-
-
-@pytest.mark.slow
-def test_a_requeued_job_is_refused_and_the_first_ends_as_if_alone(tmp_path, fast, start_training, recipe, assert_same_run):
-    """With the command line, as a queue does it."""
-    train(recipe(), tmp_path / "whole")
-    with start_training("digits", *fast, "--out", "run", epoch=1, signum=signal.SIGSTOP) as first:
-        assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1])  # it does not end before the others have started
-        with start_training("--resume", "run") as second, start_training("digits", *fast, "--out", "run") as third:
-            errors = second.communicate()[1]
-            assert "is in use by another process" in errors
-            assert second.returncode == 2
-            assert "is not empty" in third.communicate()[1]
-        first.send_signal(signal.SIGCONT)
-        errors = first.communicate()[1]
-        assert first.returncode == 0, errors
-    assert_same_run(tmp_path / "whole", tmp_path / "run")

@@ -74,36 +74,27 @@ def test_what_the_recipe_sets_stays(weights):
     assert adopt(weights, everything)[1] == []
 
 
-def test_numbers_of_other_channels_are_left_out(weights):
+def test_what_training_does_not_take_is_left_out_and_said(weights):
     recipe, [note] = adopt(weights, "model.overrides=[input.channels=3]")
     assert (recipe.data.augment.mean, recipe.data.augment.std) == (None, None)
     assert recipe.data.augment.interpolation == "bilinear"
     assert "std" not in note
 
+    def save(**facts):
+        model = revzoo.create(weights)
+        model.data_config = FACTS | facts
+        model.save_pretrained(weights)
 
-def test_every_interpolation_of_timm_is_adopted_but_where_images_are_rotated(weights):
-    model = revzoo.create(weights)
-    model.data_config = FACTS | {"interpolation": "lanczos"}
-    model.save_pretrained(weights)
+    save(interpolation="lanczos")
     assert adopt(weights)[0].data.augment.interpolation == "lanczos"
     recipe, [_, left_out] = adopt(weights, "data.augment.auto_augment=rand-m9-mstd0.5")
     assert recipe.data.augment.interpolation is None
     assert left_out == "data.augment.interpolation takes no 'lanczos', as the weights have it"
-
-
-def test_what_training_does_not_take_is_left_out_and_said(weights):
-    model = revzoo.create(weights)
-    model.data_config = FACTS | {"interpolation": "sinc", "mean": 0.5}
-    model.save_pretrained(weights)
+    save(interpolation="sinc", mean=0.5)
     recipe, [adopted, *left_out] = adopt(weights)
     assert (recipe.data.augment.interpolation, recipe.data.augment.mean, recipe.data.augment.std) == (None, None, (0.5,))
     assert "std=[0.5]" in adopted
     assert [line.partition(" takes no ")[0] for line in left_out] == ["data.augment.mean", "data.augment.interpolation"]
-
-
-def test_data_of_ones_own_are_prepared_by_their_author(weights):
-    recipe, notes = adopt(weights, "data.name=shapes:load", "data.root=null")
-    assert (recipe.data.augment.mean, notes) == (None, [])
 
 
 def test_weights_in_files_and_random_ones(weights, tmp_path):
@@ -113,7 +104,8 @@ def test_weights_in_files_and_random_ones(weights, tmp_path):
     assert adopt("revnet_digits", f"model.checkpoint={tmp_path / 'pickle.pth'}")[1] == []
     assert adopt("revnet_digits", "model.pretrained=false")[1] == []
     assert len(adopt("revnet_digits")[1]) == 1  # those that ship say how digits were normalised
-    assert adopt("revnet_digits", "data={name: digits, root: null}")[1] == []
+    for data in ("digits", "shapes:load"):  # the latter are prepared by their author
+        assert adopt(weights, f"data.name={data}", "data.root=null")[1] == []
 
 
 def test_an_interpolation_of_training_is_that_of_evaluation(image_folder):

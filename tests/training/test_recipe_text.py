@@ -7,7 +7,7 @@ import pytest
 
 from revzoo.spec import list_recipes
 from revzoo.spec.parsing import NOT_WRITTEN
-from revzoo.training.options import MemoryOptions, Recipe
+from revzoo.training.options import Recipe
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_text import read_arguments, write_recipe
 
@@ -49,9 +49,3 @@ def test_comments_are_in_the_words_of_yaml():
     coupling = "# how the coupling changes; null: it stays. Its settings: kept_bits, m, alpha, beta, share."
     assert lines[lines.index("coupling: null") - 1] == coupling
     assert lines[lines.index("  mixed_precision: 'no'") - 1].endswith('"no" is float32. One of: no, bf16, fp16.')
-
-
-def test_arguments_are_read_from_docstrings():
-    assert list(read_arguments(MemoryOptions)) == ["budget", "solver", "lookahead"]
-    assert read_arguments(MemoryOptions)["solver"] == '"timeline" or "knapsack", as for `revzoo.solve`.'
-    assert read_arguments(MemoryOptions)["budget"].endswith("None: `model.schedule` is used.")

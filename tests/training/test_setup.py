@@ -13,12 +13,13 @@ from revzoo.training.optimizer import make_optimizer, make_scheduler
 from revzoo.training.processes import open_accelerator
 from revzoo.training.recipe import load_recipe
 from revzoo.training.setup import build_run
+from tests.training.runs import make_recipe
 
 
 @pytest.mark.parametrize("mixup", ["null", "{mixup_alpha: 0.8}", "{cutmix_alpha: 1.0}"])
-def test_labels_are_smoothed_once(recipe, tmp_path, mixup):
+def test_labels_are_smoothed_once(tmp_path, mixup):
     """With mixup timm smooths the targets, and the loss must not do it again."""
-    run = build_run(recipe(f"mixup={mixup}", "train.label_smoothing=0.2"), tmp_path / "run", resumed=False)
+    run = build_run(make_recipe(f"mixup={mixup}", "train.label_smoothing=0.2"), tmp_path / "run", resumed=False)
     torch.manual_seed(0)
     labels, logits = torch.arange(10).repeat(2), torch.randn(20, 10)
     _, targets = run.loss.mix(torch.randn(20, 1, 8, 8), labels)
@@ -54,26 +55,26 @@ def test_the_loss_of_a_language_model_is_that_of_its_tokens():
     torch.testing.assert_close(Loss(0.1)(logits, labels), expected)
 
 
-def test_contradictions_of_recipe_data_and_machine(recipe, tmp_path):
+def test_contradictions_of_recipe_data_and_machine(tmp_path):
     with pytest.raises(SpecError, match="model.num_outputs: found 3; allowed: at least 10, the classes in the data"):
-        build_run(recipe("model.num_outputs=3"), tmp_path / "run", resumed=False)
+        build_run(make_recipe("model.num_outputs=3"), tmp_path / "run", resumed=False)
     if not torch.accelerator.is_available():
         with pytest.raises(SpecError, match="'fp16' without a GPU"):
-            build_run(recipe("train.mixed_precision=fp16"), tmp_path / "run", resumed=False)
+            build_run(make_recipe("train.mixed_precision=fp16"), tmp_path / "run", resumed=False)
 
 
-def test_the_folder_is_checked_first(recipe, tmp_path, monkeypatch):
+def test_the_folder_is_checked_first(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr("revzoo.training.setup.load_data", None)
     for out in ("file", "file/run", "."):
         with pytest.raises(InputError, match=r"cannot be made: .*file is a file|is not empty\. Resume that run \(--resume "):
-            train(recipe(), tmp_path / out)
+            train(make_recipe(), tmp_path / out)
 
 
-def test_a_linear_schedule_rises_to_the_end_of_the_warm_up_and_falls_from_there(recipe, tmp_path):
+def test_a_linear_schedule_rises_to_the_end_of_the_warm_up_and_falls_from_there(tmp_path):
     options = ("sched=linear", "warmup_epochs=2", "warmup_lr=0.2", "min_lr=0.1")
     run = build_run(
-        recipe("train.epochs=5", "optimizer.lr=1.0", *(f"schedule.{each}" for each in options)), tmp_path, resumed=False
+        make_recipe("train.epochs=5", "optimizer.lr=1.0", *(f"schedule.{each}" for each in options)), tmp_path, resumed=False
     )
     rates = []
     for update in range(21):  # four an epoch

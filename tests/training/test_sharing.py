@@ -1,7 +1,7 @@
 """Processes share every batch: what is in it and how it is mixed does not depend on them, nor does who may go on with a run."""
 
 import json
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +18,10 @@ from revzoo.training.loop import resume, train
 from revzoo.training.loss import SharedMixup
 from revzoo.training.run_folder import CHECKSUMS, RunFolder, seal
 from revzoo.training.setup import share_batch
+from tests.training.runs import RANDOM, assert_same_run, killed, make_recipe
 
 WHOLE = 24
 KEY = 2
-
-
-class Killed(BaseException):
-    """What nothing catches, as if the process had been killed."""
 
 
 def list_shares(processes: int, batch: int = WHOLE, skip: int = 0) -> list[list[int]]:
@@ -106,18 +103,9 @@ def pretend_two_processes(run: Path) -> None:
         seal(state)
 
 
-def test_one_process_goes_on_with_a_run_of_two(recipe, tmp_path, monkeypatch, whole, random_settings, capsys, assert_same_run):
-    calls, save_state = count(1), epochs.save_state
-
-    def kill(run):
-        if next(calls) == 2:
-            raise Killed
-        save_state(run)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(epochs, "save_state", kill)
-        with pytest.raises(Killed):
-            train(recipe(*random_settings), tmp_path / "run")
+def test_one_process_goes_on_with_a_run_of_two(tmp_path, whole, capsys):
+    with killed(epochs, "save_state", 2):
+        train(make_recipe(*RANDOM), tmp_path / "run")
     pretend_two_processes(tmp_path / "run")
     resume(tmp_path / "run")
     assert "Processes: 2 before, 1 now, which share the same batches." in capsys.readouterr().out
@@ -126,40 +114,32 @@ def test_one_process_goes_on_with_a_run_of_two(recipe, tmp_path, monkeypatch, wh
     assert "Processes" not in capsys.readouterr().out
 
 
-def test_a_batch_that_cannot_be_shared(recipe):
-    assert share_batch(24, 3, recipe()) == 8
+def test_a_batch_that_cannot_be_shared():
+    assert share_batch(24, 3, make_recipe()) == 8
     with pytest.raises(
         InputError, match=r"has 24 examples, .*5 processes cannot share it equally. .*with 1, 2, 3, 4, 6, 8, 12, 24 "
     ):
-        share_batch(24, 5, recipe())
-    assert share_batch(24, 8, recipe()) == 3
+        share_batch(24, 5, make_recipe())
+    assert share_batch(24, 8, make_recipe()) == 3
     with pytest.raises(InputError, match=r"has 24 examples, 12 pairs for mixup, .*Resume it with 1, 2, 3, 4, 6, 12 processes"):
-        share_batch(24, 8, recipe("mixup={mixup_alpha: 0.8}"))
+        share_batch(24, 8, make_recipe("mixup={mixup_alpha: 0.8}"))
 
 
-def test_a_restarted_job_goes_on_in_its_folder(recipe, tmp_path, monkeypatch, whole, random_settings, assert_same_run):
+def test_a_restarted_job_goes_on_in_its_folder(tmp_path, monkeypatch, whole):
     """The command is the same; another recipe, and a first start, are refused."""
-    out, calls, save_state = tmp_path / "mine", count(1), epochs.save_state
-
-    def kill(run):
-        if next(calls) == 2:
-            raise Killed
-        save_state(run)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(epochs, "save_state", kill)
-        with pytest.raises(Killed):
-            train(recipe(*random_settings), out)
+    out = tmp_path / "mine"
+    with killed(epochs, "save_state", 2):
+        train(make_recipe(*RANDOM), out)
     with pytest.raises(InputError, match="is not empty. Resume that run"):
-        train(recipe(*random_settings), out)
+        train(make_recipe(*RANDOM), out)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(InputError, match="is not empty. Resume that run"):
-        train(recipe(*random_settings, "train.seed=1"), out)
-    assert train(recipe(*random_settings), out).folder == out
+        train(make_recipe(*RANDOM, "train.seed=1"), out)
+    assert train(make_recipe(*RANDOM), out).folder == out
     assert_same_run(whole, out)
 
 
-def test_a_job_that_may_be_restarted_names_its_folder(recipe, monkeypatch):
+def test_a_job_that_may_be_restarted_names_its_folder(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(InputError, match="add --out DIR"):
-        train(recipe())
+        train(make_recipe())

@@ -11,12 +11,12 @@ from revzoo.data.loading import load_data
 from revzoo.data.options import DataOptions, TextOptions
 from revzoo.errors import CheckpointError, InputError, RevzooError
 from revzoo.training.evaluation import evaluate_checkpoint
-from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.loop import resume, train
 from revzoo.training.loss import Loss
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.run_folder import RunFolder
+from tests.training.runs import assert_same_run, interrupted
 
 SMALL = "stem.width=16,block.f.heads=2,stages.0.width=16,stages.0.depth=1"
 FAST = ["train.epochs=2", "train.accumulate=2", "schedule.warmup_epochs=0"]
@@ -66,18 +66,15 @@ def small_recipe(causal, story, tables, tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["characters", "masked_lm", "text_classification"])
-def test_a_run_is_resumed_and_evaluated(kind, tmp_path, small_recipe, tokenizer, monkeypatch, capsys, assert_same_run):
+def test_a_run_is_resumed_and_evaluated(kind, tmp_path, small_recipe, tokenizer, monkeypatch, capsys):
     options = small_recipe(kind)
     train(options, tmp_path / "whole")
     out, err = capsys.readouterr()
     assert (" bits per " in out) == (kind != "text_classification")
     assert "texts/s" in out
     assert err == ""
-    signals = iter([0, 15])
-    with monkeypatch.context() as patch:
-        patch.setattr(StopSignal, "poll", lambda self: next(signals))
-        with pytest.raises(Interrupted):
-            train(options, tmp_path / "cut")
+    with interrupted(2):
+        train(options, tmp_path / "cut")
     tokenizer.unlink()  # the run has its own copy
     monkeypatch.chdir("/")
     resume(tmp_path / "cut")
@@ -154,40 +151,24 @@ def test_fine_tuning_with_a_head_that_the_data_complete(tmp_path, tables, tokeni
         torch.testing.assert_close(before[key], after[key], rtol=0, atol=1e-6)
 
 
-@pytest.fixture
-def encoder(tmp_path):
-    """The folder of a converted text encoder without a head for classes."""
-    torch.manual_seed(0)
+def test_features_are_no_classes_and_a_head_can_be_put_on_a_folder(tmp_path, tables, tokenizer, caplog):
+    """Of a converted text encoder without a head for classes."""
     sizes = {"vocab_size": 280, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    network = BertModel(BertConfig(**sizes, max_position_embeddings=48, pad_token_id=1)).eval()
-    revzoo.convert(network, out=tmp_path / "rev")
-    return tmp_path / "rev"
-
-
-def test_features_are_no_classes_and_a_head_can_be_put_on_a_folder(encoder, tmp_path, tables, tokenizer, caplog):
-    texts = ["data.name=text_classification", f"data.root={tables}", f"data.text.tokenizer={tokenizer}", "data.batch_size=4"]
-    fast = ["train.epochs=1", "schedule.warmup_epochs=0", "data.num_workers=0"]
+    encoder = tmp_path / "rev"
+    revzoo.convert(BertModel(BertConfig(**sizes, max_position_embeddings=48, pad_token_id=1)).eval(), out=encoder)
+    data = ["data.name=text_classification", f"data.root={tables}", f"data.text.tokenizer={tokenizer}", "data.batch_size=4"]
+    typed = [f"model={encoder}", *data, "train.epochs=1", "schedule.warmup_epochs=0", "data.num_workers=0"]
     with pytest.raises(RevzooError, match="the head text_features, which returns 16 features and predicts nothing"):
-        train(load_recipe("finetune", [f"model={encoder}", *texts, *fast]), tmp_path / "run")
+        train(load_recipe("finetune", typed), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    head = ["model.overrides=['head={type: sequence_classification, dropout: 0.1}']", "optimizer.lr=1e-12", "schedule.min_lr=0"]
-    train(load_recipe("finetune", [f"model={encoder}", *texts, *fast, *head]), tmp_path / "run")
-    (new,) = [message for message in caplog.messages if "has the head" in message]
-    assert new == (
-        "bertmodel_momentum has the head sequence_classification now, not text_features. Initialised at random: "
-        "head.out_proj.weight, head.out_proj.bias."
-    )
+    head = "head={type: sequence_classification, dropout: 0.1}"
+    with pytest.raises(CheckpointError, match="1 of another shape: stem.position_embeddings.weight"):  # the rest stays strict
+        revzoo.create(encoder, overrides=[head, "head.outputs=3", "input.length=20"])
+    still = ["optimizer.lr=1e-12", "schedule.min_lr=0"]
+    train(load_recipe("finetune", [*typed, f"model.overrides=['{head}']", *still]), tmp_path / "run")
+    assert "now, not text_features. Initialised at random: head.out_proj.weight, head.out_proj.bias." in caplog.text
     before, after = revzoo.create(encoder).state_dict(), files.read_tensors(tmp_path / "run" / "last.safetensors")
     assert after["head.out_proj.weight"].shape == (2, 16)
     assert after.keys() - before.keys() == {"head.out_proj.weight", "head.out_proj.bias"}
     for key, tensor in before.items():
         torch.testing.assert_close(after[key], tensor, rtol=0, atol=1e-6)
-
-
-def test_a_new_head_of_a_folder_leaves_the_rest_strict(encoder, caplog):
-    with pytest.raises(CheckpointError, match="1 of another shape: stem.position_embeddings.weight"):
-        revzoo.create(encoder, overrides=["head={type: token_linear, outputs: 3}", "input.length=20"])
-    model = revzoo.create(encoder, overrides=["head={type: token_linear, outputs: 3}"], dtype=torch.float64)
-    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float64}
-    assert model(model.example_input(2)).shape == (2, 48, 3)
-    assert caplog.messages[0].endswith("head.norm.weight, head.norm.bias, head.linear.weight, head.linear.bias.")

@@ -7,21 +7,19 @@ import torch
 
 from revzoo.analysis.verify import VerifyReport
 from revzoo.training import verification
-from revzoo.training.loop import resume, train
-from revzoo.training.recipe import load_recipe
+from revzoo.training.loop import resume
 from revzoo.training.setup import build_run
 from revzoo.training.verification import describe_gradients
+from tests.training.runs import make_recipe
 
 
-def test_a_line_at_the_start_and_after_resuming(recipe, tmp_path, shown, capsys):
-    train(recipe("train.epochs=1"), tmp_path / "run")
+def test_a_line_after_resuming(copied, shown, capsys):
+    resume(copied)
     assert capsys.readouterr().out.count("Gradients verified on 2 examples against storing everything: relative error ") == 1
-    resume(tmp_path / "run")
-    assert capsys.readouterr().out.count("Gradients verified on 2 examples against storing everything: relative error ") == 1
 
 
-def test_exact_arithmetic_has_the_same_bits(recipe, tmp_path):
-    run = build_run(recipe("model.exact=true"), tmp_path / "run", resumed=False)
+def test_exact_arithmetic_has_the_same_bits(tmp_path):
+    run = build_run(make_recipe("model.exact=true"), tmp_path / "run", resumed=False)
     before = {key: tensor.clone() for key, tensor in run.model.state_dict().items()}
     random = torch.get_rng_state()
     assert describe_gradients(run) == "Gradients verified on 2 examples against storing everything: bit-identical."
@@ -30,9 +28,9 @@ def test_exact_arithmetic_has_the_same_bits(recipe, tmp_path):
     assert all(p.grad is None for p in run.model.parameters())
 
 
-def test_look_ahead_waits_for_training(recipe, tmp_path):
+def test_look_ahead_waits_for_training(tmp_path):
     """It would warn that it steps aside, which is an error here."""
-    run = build_run(recipe(), tmp_path / "run", resumed=False)
+    run = build_run(make_recipe(), tmp_path / "run", resumed=False)
     run.model.lookahead = 1
     assert describe_gradients(run).startswith("Gradients verified")
     assert run.model.lookahead == 1
@@ -46,21 +44,9 @@ def test_look_ahead_waits_for_training(recipe, tmp_path):
         ("false", math.nan, "They differ."),  # nothing could be compared
     ],
 )
-def test_gradients_that_are_off_are_said(recipe, tmp_path, monkeypatch, setting, error, end):
+def test_gradients_that_are_off_are_said(tmp_path, monkeypatch, setting, error, end):
     report = VerifyReport(torch.float32, {}, gradient_error=error, problems=("They differ.",))
     monkeypatch.setattr(verification, "verify", lambda model, batch: report)
-    line = describe_gradients(build_run(recipe(f"model.exact={setting}"), tmp_path / "run", resumed=False))
+    line = describe_gradients(build_run(make_recipe(f"model.exact={setting}"), tmp_path / "run", resumed=False))
     assert line.startswith("Warning: gradients are not those of storing everything")
     assert line.endswith(end)
-
-
-def test_a_network_whose_inverse_is_inaccurate(image_folder, tmp_path):
-    """54 steps in float32; exact arithmetic mends it."""
-    deep = ["model.name=irevnet_cifar10", "data.name=folder", f"data.root={image_folder}", "data.batch_size=4", "data.shift=0"]
-    lines = []
-    for exact in ("false", "true"):
-        run = build_run(load_recipe("digits_irevnet", [*deep, f"model.exact={exact}"]), tmp_path / exact, resumed=False)
-        lines.append(describe_gradients(run))
-    assert lines[0].startswith("Warning: gradients are not those of storing everything")
-    assert lines[0].endswith("Use model.exact=true: inversion is then exact.")
-    assert lines[1] == "Gradients verified on 2 examples against storing everything: bit-identical."

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from revzoo.display.tables.base import DottedName, fill, make_plain_table, make_table
 from revzoo.format import format_bytes, format_flops
+from revzoo.metric import CHOSEN
 from revzoo.runtime.mode import Mode
 
 _CAPTION = (
@@ -24,7 +25,9 @@ def tabulate_zoo(names: Iterable[str], rows: Mapping[str, Mapping[str, Any]]) ->
         rows: what was measured, by name, as in docs/zoo.json.
     """
     cells = [(DottedName(name), *(_list_cells(rows[name]) if name in rows else ["-"] * 5)) for name in names]
-    return fill(make_table(caption=_CAPTION), ("model", "parameters", "FLOPs", "stored", "inverted", "weights\ntop-1"), cells)
+    return fill(
+        make_table(caption=_CAPTION), ("model", "parameters", "FLOPs", "stored", "inverted", f"weights\n{CHOSEN.label}"), cells
+    )
 
 
 def tabulate_recipes(meanings: Mapping[str, str]) -> Table:
@@ -37,6 +40,6 @@ def tabulate_recipes(meanings: Mapping[str, str]) -> Table:
 
 def _list_cells(row: Mapping[str, Any]) -> list[str]:
     memory, weights = row["activation_bytes"], row["weights"]
-    top1 = f"{weights['top1']:.2f} %" if weights else ""
+    metric = CHOSEN.format(weights[CHOSEN.key]) if weights else ""
     peaks = format_bytes(memory[Mode.STORE]), format_bytes(memory[Mode.INVERT])
-    return [f"{row['parameters']:,}", format_flops(row["flops"]), *peaks, top1]
+    return [f"{row['parameters']:,}", format_flops(row["flops"]), *peaks, metric]

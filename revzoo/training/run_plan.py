@@ -18,7 +18,7 @@ from revzoo.planning.budget import parse_budget
 from revzoo.planning.plan import Plan
 from revzoo.training.planned_step import PlannedStep, make_planned_step
 from revzoo.training.processes import call_on_all, call_on_main
-from revzoo.training.setup import Run
+from revzoo.training.run import Run
 
 
 def apply_plan(run: Run, *, anew: bool = False) -> Plan | None:
