@@ -23,9 +23,9 @@ from revzoo.runtime.layout import LayoutEntry, expand_schedule
 from revzoo.runtime.lookahead import Lookahead, LookaheadOption, begin_lookahead, check_lookahead
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.node import require_tensors, run_node
-from revzoo.runtime.pair_update import Step
 from revzoo.runtime.schedule import Applicable
 from revzoo.runtime.segment import InvertedSegment
+from revzoo.runtime.update import Step
 from revzoo.spec.edit import with_coupling, with_outputs
 from revzoo.spec.schema import Spec
 

@@ -37,10 +37,10 @@ from revzoo.runtime.inventory import Pattern, check_patterns, forget_inventory
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import LookaheadOption, begin_lookahead, check_lookahead
 from revzoo.runtime.mode import Mode
-from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate, is_dense
 from revzoo.runtime.schedule import Applicable, check_schedule
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
+from revzoo.runtime.update import Step, StepUpdate, is_dense
 
 
 class ReversibleChain(nn.Module):
@@ -241,7 +241,7 @@ def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, s
         if isinstance(link, Step):
             pair = StepUpdate(link.coupling, grid).invert(pair, call_step(link, (pair[1], pair[0]), side))
         else:
-            pair = BijectionUpdate(link).invert(pair, None)
+            pair = link.inverse(pair[0]), link.inverse(pair[1])
     return pair
 
 
@@ -252,7 +252,7 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
             forget_inventory(link.f)
             pair = StepUpdate(link.coupling.bind(pair), grid).advance(pair, call_step(link, pair, side))
         else:
-            pair = BijectionUpdate(link).advance(pair, None)
+            pair = link(pair[0]), link(pair[1])
         if grid is not None:
             watch_range(grid, pair, link)
     return pair

@@ -22,8 +22,8 @@ from revzoo.host_copy import has_value, is_capturing
 from revzoo.runtime import seams
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.pair_update import Step
 from revzoo.runtime.segment import InvertedSegment
+from revzoo.runtime.update import Step
 
 _LARGEST_ERROR = 0.1  # largest relative error of a rebuilt state, in the worst case; usually it is a tenth of that
 _checks_growth = ContextVar("checks_growth", default=True)

@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from revzoo.errors import InputError, RecoveryError
-from revzoo.host_copy import can_read_now, has_value, is_capturing
+from revzoo.host_copy import HostCopy, can_read_now, has_value, is_capturing
 from revzoo.runtime import seams
 from revzoo.runtime.bits import PackedBits, choose_dtype, pack, unpack
 from revzoo.runtime.compiling import FunctionCompiler
 from revzoo.runtime.coupling import Coupling
-from revzoo.runtime.late_check import check_after_backward
 from revzoo.runtime.nested import wraps_tensors
 from revzoo.sharded import is_sharded
 
@@ -239,11 +238,16 @@ class Grid:
         ranges = torch.stack([value for _, *values in noted for value in values])
         if is_capturing():
             return torch.where(ranges.abs().amax() < self.limit, 0.0, torch.nan)
-        check_after_backward(ranges, partial(self._end_check, noted))
+        check = partial(self._end_check, noted, HostCopy(ranges))
+        if task == -1:
+            check()
+        else:
+            # When the backward has been queued, forward has ended, or nearly so: to read a number waits for that alone.
+            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(check)
         return None
 
-    def _end_check(self, noted: Sequence[tuple[str, Tensor, Tensor]], ranges: list[float]) -> None:
-        _check_range(self.limit, [place for place, *_ in noted], ranges)
+    def _end_check(self, noted: Sequence[tuple[str, Tensor, Tensor]], ranges: HostCopy) -> None:
+        _check_range(self.limit, [place for place, *_ in noted], ranges.read()[0])
         checked = set(map(id, noted))  # a forward may have gone on after the backward had begun, and noted more
         self._noted = [each for each in self._noted if id(each) not in checked]
 

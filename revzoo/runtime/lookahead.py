@@ -26,23 +26,23 @@ Source: PaReprop, Zhu and Mangalam 2023. There the order is tied to pairs of blo
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from functools import cache
 from threading import Lock
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 from weakref import ref
 
 import torch
-from torch import Tensor
 
 from revzoo.errors import InputError
 from revzoo.host_copy import has_streams
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.forward import processes_communicate, runs_step
 from revzoo.runtime.random_state import leave_alone
+from revzoo.runtime.recorded_call import Handle
 from revzoo.runtime.tripwire import send_comparisons
 from revzoo.sharded import is_sharded
 
@@ -63,58 +63,25 @@ def begin_lookahead(lookahead: LookaheadOption) -> "Lookahead | None":
     return _make_lookahead()
 
 
-class Recoverable(Protocol):
-    """A call that backward may ask for."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-
-    @property
-    def settings_are_in_force(self) -> bool:
-        """Whether the settings that all threads share are those of its first run."""
-
-    @property
-    def parameters(self) -> Iterable[Tensor]:
-        """What it computes with, besides its inputs."""
-
-    @property
-    def sources(self) -> Iterable[Tensor]:
-        """What its recovery reads and may free."""
-
-    def recover_ahead(self) -> None:
-        """Refill what the call dropped, before backward asks for it."""
-
-    @property
-    def needs_no_rewinding(self) -> bool:
-        """Whether its recovery has no use for random streams."""
-
-    def require_unchanged(self) -> None:
-        """Raise RecoveryError if what it computes with has changed since its first run."""
-
-    def free_refilled(self) -> None:
-        """Free what was refilled; it can be recovered again."""
-
-
 class Lookahead:
     """Recovers ahead of backward, for the calls of one forward. At most one recovery is under way."""
 
     def __init__(self) -> None:
-        self._latest: ref[Recoverable] | None = None
+        self._latest: ref[Handle] | None = None
         self._started: _Started | None = None
         self._lock = Lock()
         self._task = -1  # the backward that must end with nothing under way
 
-    def follow(self, recoverable: Recoverable) -> None:
+    def follow(self, recoverable: Handle) -> None:
         """Note the next call, in the order of forward."""
         self._latest = ref(recoverable)
 
     @property
-    def latest(self) -> "ref[Recoverable] | None":
+    def latest(self) -> "ref[Handle] | None":
         """The call noted last, which backward asks for after the one that is noted next."""
         return self._latest
 
-    def start(self, recoverable: Recoverable | None) -> None:
+    def start(self, recoverable: Handle | None) -> None:
         """Begin to recover a call, unless that could disturb the gradient."""
         if recoverable is None or (executor := _choose_executor(recoverable)) is None:
             return
@@ -123,7 +90,7 @@ class Lookahead:
                 self._call_after_backward()
                 self._started = executor(recoverable)
 
-    def finish(self, recoverable: Recoverable) -> bool:
+    def finish(self, recoverable: Handle) -> bool:
         """Wait until a call is recovered, if that is under way; return whether it was.
 
         Raises:
@@ -212,15 +179,15 @@ class _Started:
         wait: waits for the end, and raises what was raised; any number of threads may call it.
     """
 
-    def __init__(self, recoverable: Recoverable, wait: Callable[[], None]):
+    def __init__(self, recoverable: Handle, wait: Callable[[], object]):
         self.recoverable = ref(recoverable)
         self.wait = wait
 
 
-_Executor = Callable[[Recoverable], _Started]  # begins a recovery
+_Executor = Callable[[Handle], _Started]  # begins a recovery
 
 
-def _choose_executor(recoverable: Recoverable) -> _Executor | None:
+def _choose_executor(recoverable: Handle) -> _Executor | None:
     """Return what recovers a call ahead here, None for nothing."""
     if torch._C._current_graph_task_id() == -1 or runs_step():  # looked at outside of backward, or within another call
         return None
@@ -233,7 +200,7 @@ def _choose_executor(recoverable: Recoverable) -> _Executor | None:
     return _recover_in_thread if device.type == "cpu" else _recover_on_side_stream
 
 
-def _find_obstacle(recoverable: Recoverable) -> str | None:
+def _find_obstacle(recoverable: Handle) -> str | None:
     """Return why a call cannot be recovered while a gradient is computed, None if it can."""
     device = recoverable.device
     if device.type != "cpu" and not has_streams(device):
@@ -264,23 +231,14 @@ def _is_backward_compiled() -> bool:
     return compiled_autograd is not None and bool(compiled_autograd.in_compiled_autograd_region)
 
 
-def _recover_at_once(recoverable: Recoverable) -> _Started:
+def _recover_at_once(recoverable: Handle) -> _Started:
+    future = Future[None]()
     try:
         recoverable.recover_ahead()
+        future.set_result(None)
     except Exception as error:
-        return _Started(recoverable, _raiser(error))
-    return _Started(recoverable, _do_nothing)
-
-
-def _raiser(error: Exception) -> Callable[[], None]:
-    def wait() -> None:
-        raise error
-
-    return wait
-
-
-def _do_nothing() -> None:
-    pass
+        future.set_exception(error)
+    return _Started(recoverable, future.result)
 
 
 # One thread: the recoveries of two backwards would wait for each other anyway.
@@ -289,7 +247,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_threads.clear)  # a forked process has no other threads
 
 
-def _recover_in_thread(recoverable: Recoverable) -> _Started:
+def _recover_in_thread(recoverable: Handle) -> _Started:
     if not _threads:
         _threads.append(ThreadPoolExecutor(1, "revzoo-lookahead"))
     # Context variables are those of backward, and so is the number of threads within an operation.
@@ -297,10 +255,10 @@ def _recover_in_thread(recoverable: Recoverable) -> _Started:
         future = _threads[0].submit(copy_context().run, _recover_with, torch.get_num_threads(), recoverable)
     except RuntimeError:  # the interpreter is shutting down (atexit), and no thread takes work any more
         return _recover_at_once(recoverable)
-    return _Started(recoverable, cast(Callable[[], None], future.result))
+    return _Started(recoverable, future.result)
 
 
-def _recover_with(num_threads: int, recoverable: Recoverable) -> None:
+def _recover_with(num_threads: int, recoverable: Handle) -> None:
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
     leave_alone()
@@ -310,7 +268,7 @@ def _recover_with(num_threads: int, recoverable: Recoverable) -> None:
 _side_streams: dict[torch.device, torch.Stream] = {}
 
 
-def _recover_on_side_stream(recoverable: Recoverable) -> _Started:
+def _recover_on_side_stream(recoverable: Handle) -> _Started:
     """Queue a recovery on the side stream of its device.
 
     The side stream first waits for all that is queued for gradients so far. Refilled tensors are in memory of the side stream.

@@ -1,5 +1,6 @@
 """Activations rebuilt layer by layer: gradients equal those of the stored run, and bytes and FLOPs are what they should be."""
 
+import copy
 import gc
 import math
 import warnings
@@ -25,11 +26,9 @@ from revzoo.runtime import (
     SpaceToDepth,
     call_watch,
     fingerprint,
-    layer_update,
-    lookahead,
+    layer_call,
     tripwire,
 )
-from revzoo.runtime.drift import Seen
 from revzoo.runtime.fingerprint import take_fingerprint
 from revzoo.runtime.layer_rules import find_layers, has_inverse
 from revzoo.runtime.recorded_call import RecordedCall
@@ -87,8 +86,11 @@ def units(depth):
     return [layer for _ in range(depth) for layer in unit()]
 
 
-def make_hybrid(depth, layers=2, **kwargs):
-    return ReversibleChain([nn.Sequential(*units(layers)) for _ in range(depth)], **kwargs).double()
+def make_hybrid(depth, layers=2):
+    return ReversibleChain([nn.Sequential(*units(layers)) for _ in range(depth)]).double()
+
+
+NETWORKS = [lambda: LayerChain(*units(2)).double(), lambda: make_hybrid(2)]
 
 
 def inputs(net, shape=SHAPE, dtype=torch.float64):
@@ -99,7 +101,14 @@ def inputs(net, shape=SHAPE, dtype=torch.float64):
 def differentiate(net, xs, schedule, **kwargs):
     """Return the gradients of a loss over the outputs."""
     net.schedule = schedule
+    torch.manual_seed(1)
     return torch.autograd.grad(loss_of(net, xs), [*xs, *net.parameters()], **kwargs)
+
+
+def assert_stored_gradients(net, error, most=1e-8, shape=SHAPE):
+    """Check the gradients of mode `invert` against those of `store`."""
+    xs = inputs(net, shape)
+    assert error(differentiate(net, xs, "invert"), differentiate(net, xs, "store")) < most
 
 
 def loss_of(net, xs):
@@ -127,20 +136,16 @@ def test_a_network_with_pools_and_layers_without_an_inverse(error):
     net = LayerChain(nn.Conv2d(3, 4, 3, padding=1), *unit(), SpaceToDepth(), *deep, nn.Dropout(0.5), SpaceToBatch(), *deep)
     net.double()
     xs = inputs(net, (2, 3, 8, 8))
-    grads = []
-    for mode in ("store", "invert", "recompute"):
-        torch.manual_seed(1)
-        grads.append(differentiate(net, xs, mode))
-    assert error(grads[1], grads[0]) < 1e-8
-    assert error(grads[2], grads[0]) < 1e-8
+    expected = differentiate(net, xs, "store")
+    for mode in ("invert", "recompute"):
+        assert error(differentiate(net, xs, mode), expected) < 1e-8
 
 
 @pytest.mark.parametrize("schedule", ["invert", ["invert", "store", "invert"], ["recompute", "invert", "selective"]])
 @pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_layerwise_steps_between_others(schedule, ahead, mixed, error):
+def test_layerwise_steps_between_others(schedule, ahead, error):
     steps = [nn.Sequential(*units(2)), nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()), nn.Sequential(*unit())]
-    net = ReversibleChain(steps if mixed else [nn.Sequential(*unit()) for _ in range(3)], "leapfrog").double()
+    net = ReversibleChain(steps, "leapfrog").double()
     xs = inputs(net)
     expected = differentiate(net, xs, "store")
     net.lookahead = ahead
@@ -148,7 +153,7 @@ def test_layerwise_steps_between_others(schedule, ahead, mixed, error):
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("make", [lambda: LayerChain(*units(3)).double(), lambda: make_hybrid(3)])
+@pytest.mark.parametrize("make", NETWORKS)
 def test_graphs_may_be_retained_and_interleaved(make, ahead, error):
     net = make()
     net.lookahead = ahead
@@ -176,23 +181,21 @@ def test_second_derivatives(error):
     assert error(differentiate_twice("invert"), differentiate_twice("store")) < 1e-8
 
 
-@pytest.mark.parametrize("make", [lambda: LayerChain(*units(2)), lambda: make_hybrid(3)])
+@pytest.mark.parametrize("make", NETWORKS)
 def test_running_statistics_move_once(make):
-    net = make().double()
-    before = {key: b.clone() for key, b in net.named_buffers()}
-    torch.manual_seed(1)
+    net = make()
+    before = copy.deepcopy(net.state_dict())
     xs = inputs(net)
     differentiate(net, xs, "store")
-    expected = {key: b.clone() for key, b in net.named_buffers()}
+    expected = copy.deepcopy(net.state_dict())
     for mode in ("invert", "recompute"):
-        for key, b in net.named_buffers():
-            b.copy_(before[key])
+        net.load_state_dict(before)
         differentiate(net, xs, mode)
-        assert all(torch.allclose(b, expected[key], rtol=1e-9) for key, b in net.named_buffers())
+        torch.testing.assert_close(net.state_dict(), expected, rtol=1e-9, atol=0)
         assert all(b == 1 for key, b in net.named_buffers() if key.endswith("num_batches_tracked"))
 
 
-@pytest.mark.parametrize("make", [lambda: LayerChain(*units(2)).double(), lambda: make_hybrid(2)])
+@pytest.mark.parametrize("make", NETWORKS)
 def test_everything_is_freed_with_the_graph(make):
     net = make()
 
@@ -254,13 +257,12 @@ def count_extra_convolutions(net):
 
 
 def test_bytes_of_a_chain_of_layers_do_not_depend_on_depth():
-    figures = {depth: count_bytes(LayerChain(*wide(depth)), "invert") for depth in (2, 3, 5)}
     # The state, the gradient of a layer's output and that of its input.
-    assert set(figures.values()) == {(1 + 1 + 1, 1.0)}
+    assert {count_bytes(LayerChain(*wide(depth)), "invert") for depth in (2, 5)} == {(1 + 1 + 1, 1.0)}
     assert count_bytes(LayerChain(*wide(4)), "store") == (14.0, 12.0)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [1, 4])
 def test_a_chain_of_layers_costs_one_forward_less_the_first_convolution(depth):
     assert count_extra_convolutions(LayerChain(*wide(depth))) == 2 * depth - 1
 
@@ -271,7 +273,7 @@ def test_bytes_of_layerwise_steps_do_not_depend_on_their_depth():
 
     # Streams 2, gradients 2 and, in the first step, a copy of one for the input that wants it; then this step is run again,
     # which ends with two halves and what joins them.
-    assert {count_bytes(steps(depth, layers), "invert") for depth in (2, 4) for layers in (1, 2, 4)} == {(2 + 3 + 2, 2.0)}
+    assert {count_bytes(steps(depth, layers), "invert") for depth, layers in ((2, 1), (2, 4), (4, 2))} == {(2 + 3 + 2, 2.0)}
     assert count_bytes(steps(2, 4), ["invert", "recompute"])[0] == 2 * 8  # all within a step at once
 
 
@@ -381,7 +383,7 @@ def test_what_counts_as_layers():
 def test_steps_with_some_layers_without_an_inverse(order, ahead, error):
     def make():
         plain = [nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True)]
-        plain.append(nn.Dropout(0.0 if ahead else 0.3))  # beside backward nothing draws
+        plain.append(nn.Dropout(0.0 if ahead else 0.3))  # nothing draws ahead of backward
         if order == "first":
             return nn.Sequential(*plain, *unit())
         if order == "last":
@@ -393,44 +395,25 @@ def test_steps_with_some_layers_without_an_inverse(order, ahead, error):
 
     net = ReversibleChain([make() for _ in range(3)]).double()
     xs = inputs(net)
-    before = {key: b.clone() for key, b in net.named_buffers()}
-    grads, buffers = [], []
-    for mode in ("store", "invert"):
+    before, grads, buffers = copy.deepcopy(net.state_dict()), [], []
+    for net.schedule, net.lookahead in (("store", 0), ("invert", ahead)):
         torch.manual_seed(1)
-        for key, b in net.named_buffers():
-            b.copy_(before[key])
-        net.schedule = mode
-        net.lookahead = ahead if mode == "invert" else 0
+        net.load_state_dict(before)
         loss = loss_of(net, xs)
-        for _ in range(2):
-            grads.append(torch.autograd.grad(loss, [*xs, *net.parameters()], retain_graph=True))
-        buffers.append([b.clone() for b in net.buffers()])
-    assert error(grads[2], grads[0]) < 1e-8
-    assert error(grads[3], grads[0]) < 1e-8
-    assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(*buffers, strict=True))
+        grads += [torch.autograd.grad(loss, [*xs, *net.parameters()], retain_graph=True) for _ in range(2)]
+        buffers.append(copy.deepcopy(list(net.buffers())))
+    assert max(error(grads[2], grads[0]), error(grads[3], grads[0])) < 1e-8
+    torch.testing.assert_close(*buffers, rtol=1e-9, atol=0)
 
 
-def test_layers_of_a_step_that_draws_are_not_recovered_beside_backward(monkeypatch):
+def test_layers_of_a_step_that_draws_are_not_recovered_ahead():
     """To start from the last of them the step has to run again, which sets random streams."""
-    looked_at = []
-    choose = lookahead._choose_executor
-
-    def spy(recoverable):
-        looked_at.append(recoverable.needs_no_rewinding)
-        return choose(recoverable)
-
-    monkeypatch.setattr(lookahead, "_choose_executor", spy)
-    monkeypatch.setattr(lookahead, "_warn_once", lambda reason: None)
-    for p in (0.0, 0.5):
-        net = ReversibleChain([nn.Sequential(*unit(), nn.Dropout(p), *unit()) for _ in range(2)]).double()
-        net.lookahead = 1
-        looked_at.clear()
+    net = ReversibleChain([nn.Sequential(*unit(), nn.Dropout(0.5), *unit()) for _ in range(2)], lookahead=1).double()
+    with pytest.warns(UserWarning, match="lookahead steps aside: a step draws random numbers"):
         loss_of(net, inputs(net)).backward()
-        assert len(looked_at) > 10
-        assert set(looked_at) == {p == 0}
 
 
-def test_what_lies_between_is_all_that_a_step_holds_beside_its_layers():
+def test_what_lies_between_is_all_that_a_step_holds_besides_its_layers():
     def peak(layers):
         return count_bytes(ReversibleChain([nn.Sequential(*layers) for _ in range(3)]), "invert")[0]
 
@@ -440,15 +423,14 @@ def test_what_lies_between_is_all_that_a_step_holds_beside_its_layers():
     # Each convolution between keeps its input, and the run before it starts from that.
     one = peak([*wide(2), convolution(), *wide(2)])
     two = peak([*wide(2), convolution(), *wide(2), convolution(), *wide(2)])
-    assert 1 <= two - one < 1.2  # beside it, gradients of weights and statistics
+    assert 1 <= two - one < 1.2  # and gradients of weights and statistics
     assert one <= peak([*wide(4), convolution(), *wide(4)]) < one + 0.2
 
 
 def test_a_hook_that_changes_the_output_of_a_layer_counts(error):
     net = LayerChain(*units(2)).double()
     net[2].register_forward_hook(lambda module, args, out: out * 2)
-    xs = inputs(net)
-    assert error(differentiate(net, xs, "invert"), differentiate(net, xs, "store")) < 1e-8
+    assert_stored_gradients(net, error)
 
 
 def test_exact_chains_stay_bit_identical():
@@ -562,18 +544,6 @@ def test_noise_that_reaches_the_signal_is_announced_once_with_anchors(error):
     assert error(differentiate(net, xs, anchored), differentiate(net, xs, "store")) < 0.1
 
 
-def test_a_network_that_is_gone_is_remembered_no_longer():
-    """Another one that comes to lie where it was is announced, too."""
-    seen, layers = Seen(), [nn.Identity(), nn.Identity()]
-    seen.add(torch.float32, layers)
-    assert seen.has(torch.float32, layers)
-    assert not seen.has(torch.float64, layers)
-    assert not seen.has(torch.float32, layers[:1])
-    assert len(seen) == 1
-    layers.clear()
-    assert len(seen) == 0
-
-
 def test_noise_within_a_step_names_the_step():
     net = ReversibleChain([nn.Identity(), nn.Sequential(*noisy(0.05, 6).children())])
     with pytest.warns(
@@ -582,13 +552,12 @@ def test_noise_within_a_step_names_the_step():
         net(*inputs(net, WIDE, torch.float32))
 
 
-@pytest.mark.parametrize("slope", [0.1, 0.2])
-def test_noise_of_few_layers_is_not_announced(slope):
-    net = noisy(slope, 3)
+def test_noise_of_few_layers_is_not_announced():
+    net = noisy(0.1, 3)
     loss_of(net, inputs(net, WIDE, torch.float32)).backward()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_bound_of_the_tripwire_is_the_predicted_growth(seed, monkeypatch):
     """What is rebuilt differs by no more than predicted, and by more than without what the layers amplify."""
     judged = []
@@ -635,9 +604,8 @@ class Elu(nn.Module):
 
 def test_a_number_called_alpha_is_no_formula(error):
     net = LayerChain(Affine(), Elu(), CoupledConv2d(4)).double()
-    xs = inputs(net)
-    assert error(differentiate(net, xs, "invert"), differentiate(net, xs, "store")) < 1e-8
-    assert [layer.formula for layer in revzoo.measure_numerics(net, xs[0].detach()).layers] == [None] * 3
+    assert_stored_gradients(net, error)
+    assert [layer.formula for layer in revzoo.measure_numerics(net, torch.randn(SHAPE).double()).layers] == [None] * 3
 
 
 class Unpredicted(InvertibleLeakyReLU):
@@ -656,7 +624,7 @@ def test_errors_that_nobody_predicted_and_that_grow_are_not_called_another_run()
         loss.backward()
 
 
-@pytest.mark.parametrize("place", [4, 12, 24])
+@pytest.mark.parametrize("place", [4, 24])
 def test_in_a_chain_that_amplifies_an_inverse_that_does_not_fit_is_noticed(place):
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in wide(1)]
@@ -665,11 +633,6 @@ def test_in_a_chain_that_amplifies_an_inverse_that_does_not_fit_is_noticed(place
     loss = loss_of(net, inputs(net, WIDE))
     with pytest.raises(RecoveryError, match=rf"^{place} ran differently the second time"):
         loss.backward()
-
-
-def test_numbers_that_differ_are_printed_so():
-    assert tripwire._format_apart(0.5, 0.25) == ("5.0e-01", "2.5e-01")
-    assert tripwire._format_apart(0.2512, 0.25) == ("2.51e-01", "2.50e-01")
 
 
 class Arrived:
@@ -684,7 +647,7 @@ class Arrived:
 
 def test_on_a_device_the_predicted_growth_is_not_read(monkeypatch):
     """Played by a CPU whose numbers nobody reads before they have been copied to the host."""
-    for module in (call_watch, fingerprint, host_copy, layer_update):
+    for module in (call_watch, fingerprint, host_copy, layer_call):
         monkeypatch.setattr(module, "can_read_now", lambda x: False)
     monkeypatch.setattr(host_copy, "_record_event", lambda device: Arrived())
     judged = []

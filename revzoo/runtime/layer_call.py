@@ -1,7 +1,4 @@
-"""How a layer, or a half of its channels, changes the states of a segment, how to undo that, and the call that is recorded.
-
-What `pair_update.py` is for the steps of two streams.
-"""
+"""The recorded call of a layer with an inverse, or of a half of its channels, and what it does to rounding errors."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,18 +8,13 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from revzoo.bijection import Bijection
 from revzoo.dtype import HALF
 from revzoo.errors import RecoveryError, put_name_in_front
 from revzoo.host_copy import can_read_now, has_value
-from revzoo.invertible import add, halve, join, subtract
 from revzoo.noise import estimate_alpha_of_addition
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.ownership import is_held_alone
-from revzoo.runtime.pair_update import get_strides, restore_strides
 from revzoo.runtime.recorded_call import OUTPUT, RecordedCall
 from revzoo.runtime.refill_hooks import detach
-from revzoo.runtime.segment import States
 
 _SAMPLE = 6  # a sample has at least this many places of each dimension, and less than twice as many
 _SMALL = 16  # what a layer saves is kept where this many such tensors are no larger than its input
@@ -166,99 +158,3 @@ class LayerCall(RecordedCall):
         if any(find() is not y for _, find in self._possible_outputs):
             self._sources = None
         self._possible_outputs.clear()
-
-
-class _Update:
-    """What most items of a segment of layers have in common."""
-
-    b = 1.0
-    inverts_first = False
-    reads = 0
-    lost_bits: Sequence[Tensor] = ()
-    growth: float | Tensor = 1.0
-
-
-class BijectionUpdate(_Update):
-    """A bijection of the only state, or of the first of two. What it returns is then the last."""
-
-    def __init__(self, bijection: Bijection, x: Tensor):
-        self._bijection = bijection
-        self._strides = get_strides(x)
-
-    def advance(self, states: States, out: None) -> States:
-        return *states[1:], self._bijection(states[0])
-
-    def invert(self, states: States, out: None) -> States:
-        return restore_strides(self._bijection.inverse(states[-1]), self._strides), *states[:-1]
-
-
-class LayerUpdate(_Update):
-    """A layer on the only state, or on the first of two. What it returns is then the last."""
-
-    inverts_first = True
-
-    def __init__(self, call: LayerCall, x: Tensor, growth: float | Tensor):
-        self._layer_call = call
-        self.growth = growth
-        self._shape = x.shape
-        self._strides = get_strides(x)
-
-    def advance(self, states: States, out: Tensor) -> States:
-        return *states[1:], out
-
-    def invert(self, states: States, out: None) -> States:
-        return restore_strides(self._layer_call.invert(states[-1], self._shape), self._strides), *states[:-1]
-
-
-class HalveUpdate(_Update):
-    """One tensor becomes two halves of its channels."""
-
-    def __init__(self, x: Tensor):
-        self._strides = get_strides(x)
-
-    def advance(self, states: tuple[Tensor], out: None) -> tuple[Tensor, Tensor]:
-        return halve(*states)
-
-    def invert(self, states: tuple[Tensor, Tensor], out: None) -> tuple[Tensor]:
-        return (restore_strides(join(*states), self._strides),)
-
-
-class StreamsUpdate(_Update):
-    """One tensor becomes the two streams of a chain."""
-
-    def __init__(self, split: nn.Module, x: Tensor):
-        self._split = split
-        self._strides = get_strides(x)
-
-    def advance(self, states: tuple[Tensor], out: None) -> tuple[Tensor, ...]:
-        streams: tuple[Tensor, ...] = self._split(*states)
-        return streams
-
-    def invert(self, states: tuple[Tensor, Tensor], out: None) -> tuple[Tensor]:
-        return (restore_strides(cast(Any, self._split).inverse(*states), self._strides),)
-
-
-class AdditionUpdate(_Update):
-    """f of the second half is added to the first half, and then the halves change places."""
-
-    reads = 1
-
-    def __init__(self, x: Tensor):
-        self._strides = get_strides(x)
-
-    def advance(self, states: States, out: Tensor) -> States:
-        return states[1], add(states[0], out)
-
-    def invert(self, states: States, out: Tensor) -> States:
-        y = states[1]
-        return restore_strides(subtract(y, out, in_place=is_held_alone(y)), self._strides), states[0]
-
-
-class JoinUpdate(_Update):
-    """Two halves become one tensor."""
-
-    def advance(self, states: tuple[Tensor, Tensor], out: None) -> tuple[Tensor]:
-        return (join(*states),)
-
-    def invert(self, states: tuple[Tensor], out: None) -> tuple[Tensor, Tensor]:
-        return halve(*states)
