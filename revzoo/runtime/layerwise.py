@@ -38,7 +38,7 @@ from revzoo.host_copy import has_value
 from revzoo.invertible import add, halve, join
 from revzoo.runtime import seams
 from revzoo.runtime.compiling import exclude_from_compilation
-from revzoo.runtime.drift import Noise
+from revzoo.runtime.drift import warn_of_noise
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.layer_call import LayerCall, LayerGrowth, call_layer, predict_growth_of_addition
 from revzoo.runtime.layer_rules import Layer, find_layers, is_channelwise, is_coupled, starts_in_halves
@@ -229,9 +229,7 @@ class Recording:
         """
         if not self._growths or not has_value(self.states[0]):
             return
-        noise = Noise(dtype, [module for module, *_ in self._growths])
-        if self.states[0].is_cpu or noise.is_new:
-            noise.check([(name, float(growth)) for _, name, growth in self._growths], step)
+        warn_of_noise(dtype, self._growths, step, reads_always=self.states[0].is_cpu)
 
     def run(self, layer: Layer) -> None:
         """Run the layer on the output of the one before."""
