@@ -67,19 +67,14 @@ class Lookahead:
     """Recovers ahead of backward, for the calls of one forward. At most one recovery is under way."""
 
     def __init__(self) -> None:
-        self._latest: ref[Handle] | None = None
+        self.latest: ref[Handle] | None = None  # the call noted last, which backward asks for after the one noted next
         self._started: _Started | None = None
         self._lock = Lock()
         self._task = -1  # the backward that must end with nothing under way
 
     def follow(self, recoverable: Handle) -> None:
         """Note the next call, in the order of forward."""
-        self._latest = ref(recoverable)
-
-    @property
-    def latest(self) -> "ref[Handle] | None":
-        """The call noted last, which backward asks for after the one that is noted next."""
-        return self._latest
+        self.latest = ref(recoverable)
 
     def start(self, recoverable: Handle | None) -> None:
         """Begin to recover a call, unless that could disturb the gradient."""
@@ -100,19 +95,15 @@ class Lookahead:
         started = self._started
         if started is None or started.recoverable() is not recoverable:
             return False
-        is_first = self._wait_for(started)
-        recoverable.require_unchanged()
-        return is_first
-
-    def _wait_for(self, started: "_Started") -> bool:
-        """Wait until a recovery has ended; return whether no other thread has noted that."""
         try:
             started.wait()
         except Exception:
             self._remove(started)
             raise
         # After KeyboardInterrupt it may still run. The end of backward waits for it.
-        return self._remove(started)
+        is_first = self._remove(started)
+        recoverable.require_unchanged()
+        return is_first
 
     def forget(self) -> None:
         """Wait for a recovery that is under way, and free its results: backward recovers another call itself, or ends."""
@@ -138,17 +129,6 @@ class Lookahead:
             self._task = task
             cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(_EndOfBackward(self))
 
-    def end_backward(self) -> None:
-        """Leave nothing under way after a backward."""
-        self.forget()
-        send_comparisons()
-
-    def abandon_backward(self) -> None:
-        """The same for a backward that has raised: no recovery runs on while the user does something else."""
-        with suppress(BaseException):  # the user has got another one
-            self.forget()
-        self._started = None
-
 
 @exclude_from_compilation
 def _make_lookahead() -> Lookahead:
@@ -164,11 +144,14 @@ class _EndOfBackward:
     def __call__(self) -> None:
         lookahead, self._lookahead = self._lookahead, None
         if lookahead is not None:
-            lookahead.end_backward()
+            lookahead.forget()
+            send_comparisons()
 
     def __del__(self) -> None:
         if self._lookahead is not None:
-            self._lookahead.abandon_backward()
+            with suppress(BaseException):  # no recovery runs on while the user, who has got another error, does something else
+                self._lookahead.forget()
+            self._lookahead._started = None
 
 
 class _Started:

@@ -11,7 +11,6 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBac
 
 import revzoo
 from revzoo.errors import InputError, RecoveryError
-from revzoo.parts.layers.drop_path import DropPath
 from revzoo.runtime import LiveBytes, ReversibleChain
 from revzoo.runtime.coupling import dual_residual
 from tests.runtime.test_compile import BACKENDS
@@ -280,16 +279,6 @@ def test_rates_of_drop_path_share_a_graph():
     assert (dropped == 0).all(1).float().mean() == pytest.approx(0.2, abs=0.05)
 
 
-@pytest.mark.parametrize(("scale_by_keep", "kept"), [(True, 1 / 0.75), (False, 1.0)])
-def test_compiled_drop_path_drops_at_its_rate(scale_by_keep, kept):
-    compiled = torch.compile(DropPath(0.25, scale_by_keep), backend="aot_eager", fullgraph=True)
-    torch.manual_seed(0)
-    out = compiled(torch.ones(4000, 3))
-    assert out.unique().tolist() == [0.0, pytest.approx(kept)]
-    assert (out == out[:, :1]).all()
-    assert (out[:, 0] == 0).float().mean() == pytest.approx(0.25, abs=0.03)
-
-
 def test_copies_are_not_compiled_and_pickling_works(error):
     chain = make_chain()
     expected = differentiate(chain, "invert")
@@ -333,11 +322,10 @@ def test_side_inputs_have_gradients(schedule, error):
 
 
 def test_autocast_is_seen_by_selective_steps(error):
-    chain = make_chain().float()
+    chain = ReversibleChain([mlp(), gate()])
     with torch.autocast("cpu", torch.bfloat16):
         expected = differentiate(chain, "store")
-    revzoo.compile_steps(chain, backend="aot_eager")
-    with torch.autocast("cpu", torch.bfloat16):
+        revzoo.compile_steps(chain, backend="aot_eager")
         assert error(differentiate(chain, "selective"), expected) < 1e-2
     assert error(differentiate(chain, "selective"), expected) > 1e-3
 

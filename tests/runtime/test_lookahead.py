@@ -258,14 +258,11 @@ def test_a_node_between_chains_is_recovered_ahead():
 
 def test_a_retained_graph():
     chain = told(5).double()
-    x = [t.requires_grad_() for t in torch.randn(2, 3, 6).double()]
-    y = chain(*x)
+    y = chain(*torch.randn(2, 3, 6).double())
     loss, wanted = (y[0] * y[1]).sum(), list(chain.parameters())
-    chain.lookahead = 0
     first, *others = (torch.autograd.grad(loss, wanted, retain_graph=True) for _ in range(4))
     for other in others:
-        for a, b in zip(first, other, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(first, other, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("modes", ["invert", "recompute"])
@@ -273,50 +270,31 @@ def test_what_backward_does_not_ask_for_is_forgotten(modes):
     """Only the gradients of the last three steps are wanted, so the recovery of the third step is for nobody."""
     recovered: list[int] = []
     chain = told(6, recovered.append, modes=modes)
-    x = torch.randn(2, 3, 6)
-    torch.manual_seed(0)
-    y = chain(*x)
-    wanted = [p for step in chain.steps[3:] for p in step.parameters()]
-    grads = torch.autograd.grad((y[0] * y[1]).sum(), wanted)
-    assert recovered == [6, 5, 4, 3]
-    for step in chain.steps:
-        step.calls = 0
-    chain.lookahead = 0
-    torch.manual_seed(0)
-    y = chain(*x)
-    expected = torch.autograd.grad((y[0] * y[1]).sum(), wanted)
-    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    x, wanted = torch.randn(2, 3, 6), [p for step in chain.steps[3:] for p in step.parameters()]
+    grads = []
+    for chain.lookahead in (1, 0):
+        y = chain(*x)
+        grads.append(torch.autograd.grad((y[0] * y[1]).sum(), wanted))
+        for step in chain.steps:
+            step.calls = 0
+    assert recovered == [6, 5, 4, 3, 6, 5, 4]
+    assert all(map(torch.equal, *grads))
 
 
-def test_an_output_that_never_reaches_the_loss():
-    chain = told(5)
-    for used in (0, 1):
-        results = []
-        for depth in (0, 1):
-            chain.lookahead = depth
-            torch.manual_seed(0)
-            chain.zero_grad()
-            chain(*torch.randn(2, 3, 6).requires_grad_())[used].square().sum().backward()
-            results.append([p.grad for p in chain.parameters() if p.grad is not None])
-        assert results[0]
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_output_that_never_reaches_the_loss(used):
+    chain, grads = told(5), []
+    x, wanted = torch.randn(2, 3, 6), list(chain.parameters())
+    for chain.lookahead in (0, 1):
+        grads.append(torch.autograd.grad(chain(*x)[used].square().sum(), wanted, allow_unused=True))
+    assert grads[0].count(None) < len(wanted)
+    assert all(a is b if a is None else torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 def test_the_tripwire_names_a_step_recovered_ahead():
-    count = [0]
-
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-
-        def forward(self, w: Tensor) -> Tensor:
-            count[0] += 1
-            return self.linear(w).tanh() * (1 + count[0] // 5)
-
-    chain = ReversibleChain([Counting() for _ in range(4)])
-    chain.lookahead = 1
-    with pytest.raises(RecoveryError, match=r"steps\.\d ran differently the second time"):
+    chain = told(4)
+    chain.steps[1].on_recovery = lambda _: chain.steps[1].body[1].register_forward_hook(lambda *args: args[-1] * 1.1)
+    with pytest.raises(RecoveryError, match=r"steps\.1 ran differently the second time"):
         backward(chain, *torch.randn(2, 3, 6))
 
 

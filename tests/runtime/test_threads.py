@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,21 +19,9 @@ DROPPING = ["invert", "selective", ["invert", "recompute", "invert", "invert"]]
 
 def run_in_threads(*functions: Callable[[], object]) -> None:
     """Run functions at the same time; raise what one of them raises."""
-    errors: list[BaseException] = []
-
-    def call(function: Callable[[], object]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=call, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(functions)) as executor:
+        for future in [executor.submit(function) for function in functions]:
+            future.result()
 
 
 class Slow(nn.Module):
@@ -141,20 +130,16 @@ def test_where_processes_communicate_threads_do_not_wait_for_each_other(monkeypa
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_process_forked_while_another_thread_runs_a_step_need_not_wait_for_it():
     held = forward.take_turn(torch.device("cpu"))
-    pids = []
 
     def fork() -> None:
         pid = os.fork()
         if pid == 0:
             free = forward._turns.get(torch.device("cpu"), threading.RLock()).acquire(blocking=False)
             os._exit(0 if free else 1)
-        pids.append(pid)
+        assert os.waitpid(pid, 0)[1] == 0
 
-    thread = threading.Thread(target=fork)
-    thread.start()
-    thread.join()
+    run_in_threads(fork)
     held.release()
-    assert os.waitpid(pids[0], 0)[1] == 0
 
 
 def test_a_random_stream_that_cannot_be_read_leaves_no_thread_waiting(monkeypatch):
@@ -168,13 +153,9 @@ def test_a_random_stream_that_cannot_be_read_leaves_no_thread_waiting(monkeypatc
         patch.setattr(conditions.RandomState, "rewind", fail)
         with pytest.raises(RuntimeError, match="no state"):
             (y1 * y2).sum().backward()
-    free: list[bool] = []
 
-    def try_to_take() -> None:
-        lock = forward._turns[torch.device("cpu")]
-        if lock.acquire(blocking=False):
-            lock.release()
-            free.append(True)
+    def take() -> None:
+        assert forward._turns[torch.device("cpu")].acquire(blocking=False)
+        forward._turns[torch.device("cpu")].release()
 
-    run_in_threads(try_to_take)
-    assert free == [True]
+    run_in_threads(take)
