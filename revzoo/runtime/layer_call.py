@@ -34,34 +34,22 @@ def find_alpha(layer: nn.Module) -> Callable[..., Any] | None:
     return cast(Any, layer).alpha if callable(getattr(type(layer), "alpha", None)) else None
 
 
-class LayerGrowth:
-    """The factor by which the inverse of a layer is predicted to multiply relative errors.
+@torch.no_grad()
+def predict_growth(layer: nn.Module, outputs: Sequence[Tensor], calls: Sequence["LayerCall"]) -> float | Tensor:
+    """Return the factor by which the inverse of a layer is predicted to multiply relative errors.
 
     Args:
         layer: the layer.
+        outputs: what it has returned, or both halves of it.
+        calls: its call, or those of the halves.
     """
-
-    def __init__(self, layer: nn.Module):
-        self._alpha = find_alpha(layer)
-        self._samples: list[Tensor] = []  # of the outputs, by call of the layer
-        self._kept: list[tuple[Tensor, ...]] = []  # what the inverse needs, by call
-        self.value: float | Tensor = 1.0
-
-    def note(self, y: Tensor, kept: tuple[Tensor, ...]) -> None:
-        """Note what a call of the layer returns."""
-        if self._alpha is not None and has_sample(y):
-            self._samples.append(take_sample(y))
-            self._kept.append(kept)
-
-    @torch.no_grad()
-    def predict(self) -> None:
-        """Set the value from what was noted, and let go of that."""
-        if self._alpha is not None and self._samples:
-            samples, kept = self._samples, self._kept
-            if len(samples) > 1:
-                samples, kept = [torch.cat(samples, 1)], [tuple(torch.cat(halves) for halves in zip(*kept, strict=True))]
-            self.value = _turn_to_growth(self._alpha(samples[0], *kept[0]))
-        self._samples, self._kept = [], []
+    alpha = find_alpha(layer)
+    if alpha is None or not all(map(has_sample, outputs)):
+        return 1.0
+    samples, kept = list(map(take_sample, outputs)), [call.kept for call in calls]
+    if len(samples) > 1:
+        samples, kept = [torch.cat(samples, 1)], [tuple(torch.cat(halves) for halves in zip(*kept, strict=True))]
+    return _turn_to_growth(alpha(samples[0], *kept[0]))
 
 
 @torch.no_grad()
@@ -98,21 +86,19 @@ class LayerCall(RecordedCall):
         layer: the layer.
         name: its name, for messages.
         forward: what it shares with the other calls of the forward.
-        growth: what to tell what the layer returns.
         channels: those that its input consists of; None is all.
     """
 
-    def __init__(self, layer: nn.Module, name: str, forward: Forward, growth: LayerGrowth, channels: slice | None = None):
+    def __init__(self, layer: nn.Module, name: str, forward: Forward, channels: slice | None = None):
         super().__init__(layer, name, forward, watched=None)  # what it saves is a state, or small
-        self._growth = growth
         self._channels = channels
-        self._kept: tuple[Tensor, ...] | None = None
+        self.kept: tuple[Tensor, ...] = ()  # what the inverse needs besides the output
+        self._has_run = False
         self._possible_outputs: list[tuple[int, ref[Tensor]]] = []  # tensors that were saved in the first run, by slot
 
     def invert(self, y: Tensor, shape: torch.Size) -> Tensor:
         """Return the layer's input, which has this shape, under the conditions of the first run."""
-        assert self._kept is not None
-        kept, channels = self._kept, {} if self._channels is None or not self._kept else {"channels": self._channels}
+        kept, channels = self.kept, {} if self._channels is None or not self.kept else {"channels": self._channels}
 
         def run() -> Tensor:
             with torch.no_grad():
@@ -130,15 +116,14 @@ class LayerCall(RecordedCall):
 
     def free_kept(self) -> None:
         super().free_kept()
-        self._kept = ()
+        self.kept = ()
 
     def _call(self, *inputs: Tensor) -> Tensor:
         (x,) = inputs
         with put_name_in_front(self.name):
             y, *kept = call_layer(cast(nn.Module, self.f), x, self._channels)
-        if self._kept is None:  # in the first run; a second one is on a rebuilt input
-            self._kept = tuple(kept)
-            self._growth.note(y, self._kept)
+        if not self._has_run:  # a second run is on a rebuilt input
+            self._has_run, self.kept = True, tuple(kept)
             self._find_output(y)
         return y
 

@@ -40,7 +40,7 @@ from revzoo.runtime import seams
 from revzoo.runtime.compiling import exclude_from_compilation
 from revzoo.runtime.drift import warn_of_noise
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.layer_call import LayerCall, LayerGrowth, call_layer, predict_growth_of_addition
+from revzoo.runtime.layer_call import LayerCall, call_layer, predict_growth, predict_growth_of_addition
 from revzoo.runtime.layer_rules import Layer, find_layers, is_channelwise, is_coupled, starts_in_halves
 from revzoo.runtime.ownership import is_held_alone
 from revzoo.runtime.recorded_call import RecordedCall, Recoverer
@@ -246,15 +246,10 @@ class Recording:
             growth_of_both = self._run_addition(module.f, f"{name}.f") * self._run_addition(module.g, f"{name}.g")
             self._growths.append((module, name, growth_of_both))
         else:
-            growth = LayerGrowth(module)
-            if len(self.states) == 2 and is_channelwise(module):
-                first, second = _slice_halves(self.states)
-                self._run_layer(LayerCall(module, name, self._forward, growth, first))
-                self._run_layer(LayerCall(module, name, self._forward, growth, second), growth)
-            else:
+            halves = _slice_halves(self.states) if len(self.states) == 2 and is_channelwise(module) else (None,)
+            if len(halves) == 1:
                 self.join()
-                self._run_layer(LayerCall(module, name, self._forward, growth), growth)
-            self._growths.append((module, name, growth.value))
+            self._run_layer(layer, [LayerCall(module, name, self._forward, channels) for channels in halves])
 
     def _halve(self) -> None:
         if len(self.states) == 1:
@@ -267,14 +262,18 @@ class Recording:
         self.states = update.advance(states, None)
         self.segment.append(update, None, states)
 
-    def _run_layer(self, call: LayerCall, growth: LayerGrowth | None = None) -> None:
-        """Run a layer on the state, or on the first of two. Of two calls, the latter grows errors for both."""
-        states = self.states
-        y = self._run_call(call, states[0])
-        if growth is not None:
-            growth.predict()
-        self.states = *states[1:], y
-        self.segment.append(LayerUpdate(call.invert, states[0], 1.0 if growth is None else growth.value), call, states)
+    def _run_layer(self, layer: Layer, calls: Sequence[LayerCall]) -> None:
+        """Run a layer on the state, or on one of two after the other. The last call grows errors for both."""
+        growth: float | Tensor = 1.0
+        for call in calls:
+            states = self.states
+            y = self._run_call(call, states[0])
+            self.states = *states[1:], y
+            if call is calls[-1]:
+                growth = predict_growth(layer.module, self.states, calls)
+            self.segment.append(LayerUpdate(call.invert, states[0], growth), call, states)
+            del states, y
+        self._growths.append((layer.module, layer.name, growth))
 
     def _run_addition(self, f: nn.Module, name: str) -> float | Tensor:
         """Add f of the second state to the first, and let the two change places; return how errors grow."""

@@ -309,16 +309,6 @@ def test_a_parameter_changed_before_backward_is_named():
             loss.backward()
 
 
-def test_an_output_changed_in_place_is_named():
-    net = LayerChain(*unit()).double()
-    y = net(*inputs(net))
-    loss = (y * 2).sum()
-    with torch.no_grad():
-        y.zero_()
-    with pytest.raises(RecoveryError, match=r"was modified in place after forward"):
-        loss.backward()
-
-
 class Failing(Affine):
     def __init__(self):
         super().__init__()
