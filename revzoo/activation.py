@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from revzoo.errors import InputError
-from revzoo.noise import compute_elementwise_alpha
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,3 @@ class Activation:
         if self.name != "elu":
             return None
         return z.amin((0, *range(2, z.dim()))).exp() * (2 / sqrt(torch.finfo(z.dtype).eps))
-
-    def alpha(self, y: Tensor) -> Tensor:
-        """Return by how much undoing changes the ratio of signal to noise, apart from what `find_ratio` finds."""
-        if self.name == "elu":
-            y = torch.where(y > self.slope * (sqrt(torch.finfo(y.dtype).eps) / 2 - 1), y, 0.0)
-        slope = 1 / self.differentiate(torch.ones_like(y), y)
-        return compute_elementwise_alpha(self.undo(y), y, slope)

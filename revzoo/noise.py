@@ -17,9 +17,7 @@ def compute_elementwise_alpha(x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
     return ratio.square() * slope.numel()
 
 
-def compute_norm_alpha(
-    mean: Tensor, inverse_deviation: Tensor, scale: Tensor, bias: Tensor, noiseless: Tensor | None = None
-) -> Tensor:
+def compute_norm_alpha(mean: Tensor, inverse_deviation: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     """Return alpha of y = g (x - m) / sqrt(v) + b for C channels: C sum(v + m^2) / (sum(v / g^2) sum(g^2 + b^2)).
 
     Args:
@@ -27,14 +25,10 @@ def compute_norm_alpha(
         inverse_deviation: 1 / sqrt(v) of each channel.
         scale: g of each channel.
         bias: b of each channel.
-        noiseless: the indices of channels whose x is not rebuilt from y.
     """
     square, variance = scale.square(), inverse_deviation.square().reciprocal()
-    noise = variance / square
-    if noiseless is not None:
-        noise = noise.index_fill(0, noiseless, 0.0)
     signals = (variance + mean.square()).sum() / (square + bias.square()).sum()
-    alpha: Tensor = scale.numel() * signals / noise.sum()
+    alpha: Tensor = scale.numel() * signals / (variance / square).sum()
     return alpha
 
 

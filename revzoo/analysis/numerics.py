@@ -31,8 +31,8 @@ from revzoo.bijection import Bijection
 from revzoo.errors import InputError
 from revzoo.format import count_noun, format_ratio
 from revzoo.runtime.drift import ignore_error_growth
+from revzoo.runtime.layer_call import find_alpha
 from revzoo.runtime.layer_rules import Layer, expand, find_layers
-from revzoo.runtime.layer_update import find_alpha
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import Comparison, observe_states
 from revzoo.runtime.tripwire import set_tripwire

@@ -44,11 +44,11 @@ from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import begin_call
 from revzoo.runtime.ownership import ModuleReference
-from revzoo.runtime.pair_update import Step
 from revzoo.runtime.round import Round, begin_round
 from revzoo.runtime.schedule import check_schedule
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
+from revzoo.runtime.update import Step
 
 
 class BlockChain:

@@ -13,6 +13,7 @@ from revzoo.device import can_read_now
 
 _PART = 2**17  # elements: five such tensors nearly stay in a CPU's cache of 2 MiB; of half the size, Python's own time shows
 _MOST_PARTS = 16  # on other devices, where every part starts kernels
+_IMAGES = ("gradient", "y", "shortcut", "xhat")
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
 
 
@@ -65,8 +66,7 @@ class Backward:
         if read_format(y) is torch.contiguous_format:
             dweight, dbias = self._run_channels(max(size * y.size(1) // y.numel(), 1), dz, dx)
         else:
-            names = ("gradient", "y", "shortcut", "xhat")
-            lined = replace(self, **{name: _line_up(getattr(self, name)) for name in names})
+            lined = replace(self, **{name: _line_up(getattr(self, name)) for name in _IMAGES})
             dweight, dbias = lined._run_places(max(size // y.size(1), 1), _line_up(dz), _line_up(dx))
         return dx, dz if is_new or not self.needs_shortcut else self.gradient, dweight, dbias
 
@@ -150,11 +150,7 @@ class Backward:
         return Backward(self.activation, self.gradient[:, channels], self.y[:, channels], None, None, kept, *known)
 
     def _take_places(self, part: slice) -> "Backward":
-        shortcut = None if self.shortcut is None else self.shortcut[:, :, part]
-        xhat = None if self.xhat is None else self.xhat[:, :, part]
-        known = self.shift, self.factor, self.scale, self.needs_x, self.needs_shortcut
-        gradient, y = self.gradient[:, :, part], self.y[:, :, part]
-        return Backward(self.activation, gradient, y, shortcut, self.channels, xhat, *known)
+        return replace(self, **{name: x[:, :, part] for name in _IMAGES if (x := getattr(self, name)) is not None})
 
     def _rebuild(self) -> tuple[Tensor, Tensor]:
         """Return dz, and z in new memory."""

@@ -1,6 +1,6 @@
 """The function: BatchNorm, the activation, and the node in the graph that keeps the output."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ class Normalised:
         activation: what is computed of z.
         inplace: whether the memory of z may be overwritten.
         layer: the BatchNorm, for whoever reads the graph.
-        weak: the channels whose xhat is kept, and this xhat; found by `activate`.
     """
 
     z: Tensor
@@ -36,7 +35,6 @@ class Normalised:
     activation: Activation
     inplace: bool
     layer: nn.Module
-    weak: tuple[Tensor, ...] = field(default=(), init=False)
 
 
 def uses_batch(layer: _NormBase) -> bool:
@@ -88,7 +86,7 @@ def activate(
     """Return act(z) with the gradient of act(BatchNorm(x) + shortcut), keeping the result and the shortcut.
 
     Args:
-        normalised: z and the statistics of x. `normalised.weak` is set.
+        normalised: z and the statistics of x.
         x: input of BatchNorm, which is not kept.
         weight: of BatchNorm.
         bias: of BatchNorm.
@@ -106,17 +104,15 @@ class InPlaceABNFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, shortcut: Tensor | None, weight: Tensor | None, bias: Tensor | None, normalised: Normalised
     ) -> Tensor:
         activation, z = normalised.activation, normalised.z
-        channels = find_weak_channels(normalised.layer, activation, z, weight, bias, shortcut)
+        channels, xhat = find_weak_channels(normalised.layer, activation, z, weight, bias, shortcut), None
         if channels is not None:
             xhat = x.index_select(1, channels)
             xhat = (xhat - spread(normalised.mean[channels], x)) * spread(normalised.inverse_deviation[channels], x)
-            normalised.weak = (channels, xhat.to(x.dtype).contiguous(memory_format=read_format(z)))
+            xhat = xhat.to(x.dtype).contiguous(memory_format=read_format(z))
         ctx.activation, ctx.layer = activation, normalised.layer
         ctx.adds_shortcut, ctx.weak_channels = shortcut is not None, 0 if channels is None else len(channels)
-        y = activation(z, normalised.inplace)
-        normalised.z = y
-        weak = normalised.weak or (None, None)
-        ctx.save_for_backward(y, shortcut, weight, bias, normalised.inverse_deviation, *weak)
+        normalised.z = y = activation(z, normalised.inplace)
+        ctx.save_for_backward(y, shortcut, weight, bias, normalised.inverse_deviation, channels, xhat)
         return y
 
     @staticmethod

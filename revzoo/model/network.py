@@ -15,13 +15,12 @@ from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid
 from revzoo.runtime.layer_chain import run_layers, run_layers_apart, run_layers_before
 from revzoo.runtime.layer_rules import Layer, has_inverse, list_layers
-from revzoo.runtime.layout import LayoutEntry, expand_schedule
-from revzoo.runtime.lookahead import Lookahead, LookaheadOption, begin_lookahead, check_lookahead
+from revzoo.runtime.layout import LayoutEntry, Scheduled, expand_schedule
+from revzoo.runtime.lookahead import Lookahead, begin_lookahead
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.node import require_tensors, run_node
-from revzoo.runtime.pair_update import Step
-from revzoo.runtime.schedule import Applicable
 from revzoo.runtime.segment import InvertedSegment
+from revzoo.runtime.update import Step
 
 
 class Block(nn.Module):
@@ -47,7 +46,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
 
-class Network(nn.Module):
+class Network(Scheduled, nn.Module):
     """How a reversible network runs; `revzoo.Model` adds all that needs more than the parts, and checks what it is given.
 
     Reversible steps that follow each other form one chain. Stem, fuse, head, and the transitions that are not bijections, are
@@ -119,23 +118,8 @@ class Network(nn.Module):
         """Names of all steps and nodes in order; `schedule` has one mode for each."""
         return tuple(entry.name for entry in self.layout() if entry.is_unit)
 
-    @property
-    def schedule(self) -> list[Mode]:
-        """The mode of every unit: what it keeps for backward.
-
-        Assign a list with one mode for each of `units`, a `revzoo.Plan`, one mode for all steps and layers (nodes then
-        `store`), or "stage_inputs": steps `invert` and nodes `recompute`, so that of each stage only its input is kept.
-
-        Raises:
-            ScheduleError: a wrong number of modes, an unknown mode, or `invert` for a node.
-        """
-        return list(self._schedule)
-
-    @schedule.setter
-    def schedule(self, modes: Sequence[str] | str | Applicable) -> None:
-        if isinstance(modes, Applicable):
-            return modes.apply(self)
-        self._schedule = expand_schedule(modes, [entry for entry in self.layout() if entry.is_unit])
+    def _read_schedule(self, modes: Sequence[str] | str) -> list[Mode]:
+        return expand_schedule(modes, [entry for entry in self.layout() if entry.is_unit])
 
     @property
     def exact(self) -> bool:
@@ -151,18 +135,6 @@ class Network(nn.Module):
             Grid(next(self.parameters()).dtype)  # raises for a dtype without a grid
         self._exact = exact
         self._store_what_rounds()
-
-    @property
-    def lookahead(self) -> LookaheadOption:
-        """How many units are recovered ahead of backward, during the gradient of the unit after it: 0 or 1.
-
-        See `revzoo.runtime.lookahead`.
-        """
-        return self._lookahead
-
-    @lookahead.setter
-    def lookahead(self, lookahead: LookaheadOption) -> None:
-        self._lookahead = check_lookahead(lookahead)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         lookahead = begin_lookahead(self._lookahead)

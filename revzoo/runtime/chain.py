@@ -34,16 +34,14 @@ from revzoo.runtime.compiling import exclude_from_compilation, find_function_com
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.inventory import Pattern, check_patterns, forget_inventory
-from revzoo.runtime.layout import LayoutEntry
-from revzoo.runtime.lookahead import LookaheadOption, begin_lookahead, check_lookahead
-from revzoo.runtime.mode import Mode
-from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate, is_dense
-from revzoo.runtime.schedule import Applicable, check_schedule
+from revzoo.runtime.layout import LayoutEntry, Scheduled
+from revzoo.runtime.lookahead import LookaheadOption, begin_lookahead
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
+from revzoo.runtime.update import Step, StepUpdate, is_dense
 
 
-class ReversibleChain(nn.Module):
+class ReversibleChain(Scheduled, nn.Module):
     """Run reversible steps on two streams and rebuild their activations in backward.
 
     Use it on your own modules: `ReversibleChain([f1, g1, f2, g2])(x1, x2)`. It is not worth it for a handful of cheap steps,
@@ -96,15 +94,6 @@ class ReversibleChain(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "_known_links"}
 
     @property
-    def lookahead(self) -> LookaheadOption:
-        """How many steps are recovered ahead of backward, during the gradient of the step after: 0 or 1 (`lookahead.py`)."""
-        return self._lookahead
-
-    @lookahead.setter
-    def lookahead(self, lookahead: LookaheadOption) -> None:
-        self._lookahead = check_lookahead(lookahead)
-
-    @property
     def exact(self) -> bool:
         """Whether exact arithmetic was asked for. A coupling with kept bits puts the streams on a grid in any case."""
         return self._exact
@@ -116,17 +105,6 @@ class ReversibleChain(nn.Module):
         for coupling in self.couplings if exact or any(coupling.is_exact for coupling in self.couplings) else ():
             coupling.require_exact()
         self._exact = exact
-
-    @property
-    def schedule(self) -> list[Mode]:
-        """The mode of every step; bijections have none. Assign a list, the name of one mode for all, or a `revzoo.Plan`."""
-        return list(self._schedule)
-
-    @schedule.setter
-    def schedule(self, modes: Sequence[str] | str | Applicable) -> None:
-        if isinstance(modes, Applicable):
-            return modes.apply(self)
-        self._schedule = check_schedule(modes, self._names())
 
     def forward(self, x1: Tensor, x2: Tensor, side: Any = None) -> Pair:
         lookahead = begin_lookahead(self._lookahead)
@@ -148,9 +126,6 @@ class ReversibleChain(nn.Module):
         """Return the steps and bijections in order."""
         kinds: list[Literal["bijection", "step"]] = ["bijection" if isinstance(f, Bijection) else "step" for f in self.steps]
         return [LayoutEntry(f"steps.{i}", f, kind) for i, (f, kind) in enumerate(zip(self.steps, kinds, strict=True))]
-
-    def _names(self) -> list[str]:
-        return [entry.name for entry in self.layout() if entry.is_unit]
 
     def _links(self) -> list["Step | Bijection"]:
         if torch.compiler.is_compiling():
@@ -241,7 +216,7 @@ def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, s
         if isinstance(link, Step):
             pair = StepUpdate(link.coupling, grid).invert(pair, call_step(link, (pair[1], pair[0]), side))
         else:
-            pair = BijectionUpdate(link).invert(pair, None)
+            pair = link.inverse(pair[0]), link.inverse(pair[1])
     return pair
 
 
@@ -252,7 +227,7 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
             forget_inventory(link.f)
             pair = StepUpdate(link.coupling.bind(pair), grid).advance(pair, call_step(link, pair, side))
         else:
-            pair = BijectionUpdate(link).advance(pair, None)
+            pair = link(pair[0]), link(pair[1])
         if grid is not None:
             watch_range(grid, pair, link)
     return pair

@@ -16,9 +16,9 @@ from revzoo.runtime.coupling import Pair
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.inventory import take_inventory
 from revzoo.runtime.observation import begin_call, calls, end_call
-from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate
 from revzoo.runtime.recorded_call import RecordedCall, Recoverer
 from revzoo.runtime.segment import InvertedSegment, SavedInputs
+from revzoo.runtime.update import BijectionUpdate, Step, StepUpdate
 from revzoo.sharded import is_sharded
 
 
@@ -36,13 +36,14 @@ def run_link(
         The states after it, and the inverted steps that end there, if any.
     """
     if isinstance(link, Bijection):
-        # One before the first inverted step is never undone, so its update keeps nothing.
-        bijection = BijectionUpdate(link, will_be_undone=segment is not None)
-        following = bijection.advance(pair, None)
+        for state in pair:
+            # One before the first inverted step is never undone, so its update keeps nothing.
+            bijection = BijectionUpdate(link, None if segment is None else state)
+            if segment is not None:
+                segment.append(bijection, None, pair)
+            pair = cast(Pair, bijection.advance(pair, None))
         forward.snapshots = None  # those that users write may draw
-        if segment is not None:
-            segment.append(bijection, None, pair)
-        return following, segment
+        return pair, segment
     if not link.mode.inverts and segment is not None:
         segment.end(pair)
         segment = None

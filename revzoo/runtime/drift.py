@@ -22,8 +22,8 @@ from revzoo.errors import RecoveryError, join_names
 from revzoo.runtime import seams
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.pair_update import Step
 from revzoo.runtime.segment import InvertedSegment
+from revzoo.runtime.update import Step
 
 _LARGEST_ERROR = 0.1  # largest relative error of a rebuilt state, in the worst case; usually it is a tenth of that
 _checks_growth = ContextVar("checks_growth", default=True)
@@ -79,34 +79,6 @@ def count_invertible_steps(couplings: Sequence[Coupling], dtype: torch.dtype, er
     return int(math.log(error / torch.finfo(dtype).eps, largest))
 
 
-class ChainGrowth:
-    """The factor by which a run of inverted steps multiplies rounding errors, step by step."""
-
-    def __init__(self) -> None:
-        self._factor = 1.0
-
-    def add(self, coupling: Coupling, name: str, dtype: torch.dtype) -> None:
-        """Count one more step.
-
-        Raises:
-            RecoveryError: this many steps in a row would leave only rounding errors of the first state.
-        """
-        self._factor = math.inf if coupling.b == 0 else self._factor / abs(coupling.b)
-        if not _checks_growth.get():
-            return
-        if coupling.b == 0:
-            raise RecoveryError(
-                f"{name} cannot be inverted: with b = 0 it forgets the older stream. Set the schedule to 'recompute', "
-                "'selective' or 'store', or choose a coupling with b != 0."
-            )
-        if self._factor * torch.finfo(dtype).eps > _LARGEST_ERROR:
-            raise RecoveryError(
-                f"Inverting {name} and the steps before it multiplies rounding errors by {self._factor:.0e} (1 / |b| each; b = "
-                f"{coupling.b:g}), too much for {dtype}. Set the schedule of every few steps to 'recompute' or 'store', use "
-                "'recompute' for all, or a coupling with |b| nearer to 1."
-            )
-
-
 class Rounding:
     """The relative error that rounding explains in the states that a backward rebuilds one after the other.
 
@@ -141,50 +113,43 @@ class Rounding:
         return 32 * self.error
 
 
-class Noise:
-    """The rounding errors that the inverses of layers amplify, predicted from their `alpha`.
-
-    A warning says once where they become too large. On a CPU every forward looks; elsewhere only the first, as reading what
-    norms amplify waits for the device.
+def warn_of_noise(
+    dtype: torch.dtype, growths: Sequence[tuple[Any, str, float | Tensor]], step: str | None, *, reads_always: bool
+) -> None:
+    """Warn once if the inverses of layers are predicted to rebuild something that differs by more than 10 % of its size.
 
     Args:
         dtype: dtype of the state.
-        layers: the layers of one run, in the order of forward.
+        growths: the layers of one run in the order of forward, each with its name and the factor by which its inverse is
+            predicted to multiply relative errors.
+        step: name of the step that the layers are f of, if they are.
+        reads_always: whether to look in every forward. On an accelerator reading the factors waits for it.
     """
-
-    def __init__(self, dtype: torch.dtype, layers: Sequence[Any]):
-        self._dtype, self._layers = dtype, layers
-        self.is_new = not _checked.has(dtype, layers)
-        _checked.add(dtype, layers)
-
-    def check(self, growths: Sequence[tuple[str, float]], step: str | None) -> None:
-        """Warn if what is rebuilt is predicted to differ by more than 10 % of its size.
-
-        Args:
-            growths: names of the layers, and the factors by which their inverses multiply relative errors.
-            step: name of the step that the layers are f of, if they are.
-        """
-        if _reported.has(self._dtype, self._layers) or not _checks_growth.get():
-            return
-        error = least = torch.finfo(self._dtype).eps
-        worst = (error, "")
-        for name, growth in reversed(growths):
-            error = max(least, error * growth)
-            worst = max(worst, (error, name))
-        if not worst[0] > _LARGEST_ERROR:
-            return
-        _reported.add(self._dtype, self._layers)
-        if step is None:
-            anchors = join_names(_place_anchors(growths, least))
-            remedy = f"Set the mode of {anchors} to 'recompute': it keeps its input, where noise starts again"
-        else:
-            remedy = f"Set the schedule of {step} to 'recompute', or make several steps of its layers"
-        warnings.warn(
-            f"Rebuilding {len(growths)} layers in {self._dtype}, one by one from the output of {growths[-1][0]}, is predicted "
-            f"to amplify rounding until the input of {worst[1]} has a signal-to-noise ratio of {worst[0] ** -2:.0e} (the "
-            f"product of the alphas). {remedy}. Larger slopes and norms with a larger eps_i amplify less.",
-            stacklevel=2,
-        )
+    layers = [layer for layer, *_ in growths]
+    is_new = not _checked.has(dtype, layers)
+    _checked.add(dtype, layers)
+    if not (reads_always or is_new) or _reported.has(dtype, layers) or not _checks_growth.get():
+        return
+    factors = [(name, float(growth)) for _, name, growth in growths]
+    error = least = torch.finfo(dtype).eps
+    worst = (error, "")
+    for name, growth in reversed(factors):
+        error = max(least, error * growth)
+        worst = max(worst, (error, name))
+    if not worst[0] > _LARGEST_ERROR:
+        return
+    _reported.add(dtype, layers)
+    if step is None:
+        anchors = join_names(_place_anchors(factors, least))
+        remedy = f"Set the mode of {anchors} to 'recompute': it keeps its input, where noise starts again"
+    else:
+        remedy = f"Set the schedule of {step} to 'recompute', or make several steps of its layers"
+    warnings.warn(
+        f"Rebuilding {len(factors)} layers in {dtype}, one by one from the output of {factors[-1][0]}, is predicted to amplify "
+        f"rounding until the input of {worst[1]} has a signal-to-noise ratio of {worst[0] ** -2:.0e} (the product of the "
+        f"alphas). {remedy}. Larger slopes and norms with a larger eps_i amplify less.",
+        stacklevel=2,
+    )
 
 
 def _place_anchors(growths: Sequence[tuple[str, float]], least: float) -> list[str]:
@@ -216,14 +181,31 @@ def _begin_chain(forward: Forward, x: Tensor, steps: Sequence[Step], segment: In
     """Refuse a chain whose inversion would leave rounding errors alone, and warn of half precision."""
     if forward.grid is not None:
         return
-    growth = ChainGrowth()
+    factor = 1.0
     for step in steps:
-        if not step.mode.inverts:
-            growth = ChainGrowth()
-        elif abs(step.coupling.b) != 1:
-            growth.add(step.coupling, step.name, x.dtype)
+        factor = _grow_errors(factor, step, x.dtype) if step.mode.inverts else 1.0
     if x.dtype in HALF and has_value(x) and not is_capturing():
         _warn_of_half_precision(x.dtype, [step.f for step in steps if step.mode.inverts])
+
+
+def _grow_errors(factor: float, step: Step, dtype: torch.dtype) -> float:
+    """Return by how much rounding errors are multiplied up to this inverted step; complain if that is too much."""
+    b = step.coupling.b
+    if abs(b) == 1 or not _checks_growth.get():
+        return factor
+    if b == 0:
+        raise RecoveryError(
+            f"{step.name} cannot be inverted: with b = 0 it forgets the older stream. Set the schedule to 'recompute', "
+            "'selective' or 'store', or choose a coupling with b != 0."
+        )
+    factor /= abs(b)
+    if factor * torch.finfo(dtype).eps > _LARGEST_ERROR:
+        raise RecoveryError(
+            f"Inverting {step.name} and the steps before it multiplies rounding errors by {factor:.0e} (1 / |b| each; b = "
+            f"{b:g}), too much for {dtype}. Set the schedule of every few steps to 'recompute' or 'store', use 'recompute' for "
+            "all, or a coupling with |b| nearer to 1."
+        )
+    return factor
 
 
 seams.begin_forward.append(_begin_chain)

@@ -12,7 +12,8 @@ Cost: the outputs of these modules.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -59,10 +60,10 @@ class KeptRegions:
         """The modules that were kept."""
         return list(dict.fromkeys(module for module, _ in self._outputs))
 
-    def record(self) -> "_Hooks":
+    def record(self) -> AbstractContextManager[None]:
         """Return a context for the first run."""
         self._thread = get_ident()
-        return _Hooks(self._modules, self._begin, self._end)
+        return _hook(self._modules, self._begin, self._end)
 
     def note_saved(self, slot: int, tensor: Tensor) -> None:
         """Note a tensor that autograd saves in the first run."""
@@ -74,7 +75,7 @@ class KeptRegions:
         """Let go of what is not kept."""
         self._modules, self._open, self._integers = self.regions, [], []
 
-    def hand_out(self) -> "_Hooks":
+    def hand_out(self) -> AbstractContextManager[None]:
         """Return a context for a second run."""
         calls, thread = Counter[nn.Module](), get_ident()
 
@@ -88,7 +89,7 @@ class KeptRegions:
             kept = iter(outputs)
             return tree_map_only(Tensor, lambda x: _put_in_place(next(kept), x), out)
 
-        return _Hooks(self._modules, None, replace)
+        return _hook(self._modules, None, replace)
 
     def _begin(self, module: nn.Module, _: Any) -> None:
         if self._is_looking():
@@ -116,22 +117,15 @@ class KeptRegions:
         return not (torch.compiler.is_compiling() or self.is_paused or get_ident() != self._thread)
 
 
-class _Hooks:
-    """Hooks on modules, for the time of a `with` statement."""
-
-    def __init__(self, modules: Sequence[nn.Module], before: Callable[..., Any] | None, after: Callable[..., Any]):
-        self._modules, self._before, self._after = modules, before, after
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        for module in self._modules:
-            if self._before is not None:
-                self._handles.append(module.register_forward_pre_hook(self._before))
-            self._handles.append(module.register_forward_hook(self._after))
-
-    def __exit__(self, *_: object) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+@contextmanager
+def _hook(modules: Sequence[nn.Module], before: Callable[..., Any] | None, after: Callable[..., Any]) -> Iterator[None]:
+    """Have hooks on modules for the time of a `with` statement."""
+    with ExitStack() as stack:
+        for module in modules:
+            if before is not None:
+                stack.enter_context(module.register_forward_pre_hook(before))
+            stack.enter_context(module.register_forward_hook(after))
+        yield
 
 
 _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor

@@ -14,18 +14,17 @@ from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.layer_rules import Layer, expand
 from revzoo.runtime.layerwise import Recording
-from revzoo.runtime.layout import LayoutEntry
-from revzoo.runtime.lookahead import Lookahead, LookaheadOption, begin_lookahead, check_lookahead
+from revzoo.runtime.layout import LayoutEntry, Scheduled
+from revzoo.runtime.lookahead import Lookahead, begin_lookahead
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.round import begin_round
-from revzoo.runtime.schedule import Applicable, check_schedule
 from revzoo.runtime.segment import InvertedSegment, SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_to_drop
 
 
-class LayerChain(nn.Sequential):
+class LayerChain(Scheduled, nn.Sequential):
     """Run layers one after the other and rebuild their activations in backward, layer by layer.
 
     Use it for networks of a few such layers, or where nothing else fits: rounding errors grow with depth by what each layer's
@@ -47,29 +46,6 @@ class LayerChain(nn.Sequential):
         super().__init__(*layers)
         self.schedule = Mode.INVERT
         self.lookahead = 0
-
-    @property
-    def lookahead(self) -> LookaheadOption:
-        """How many layers are recovered ahead of backward, during the gradient of the layer after: 0 or 1."""
-        return self._lookahead
-
-    @lookahead.setter
-    def lookahead(self, lookahead: LookaheadOption) -> None:
-        self._lookahead = check_lookahead(lookahead)
-
-    @property
-    def schedule(self) -> list[Mode]:
-        """The mode of every layer; bijections have none. Assign a list, the name of one mode for all, or a `revzoo.Plan`.
-
-        In mode `invert`, a layer without an inverse is stored.
-        """
-        return list(self._schedule)
-
-    @schedule.setter
-    def schedule(self, modes: Sequence[str] | str | Applicable) -> None:
-        if isinstance(modes, Applicable):
-            return modes.apply(self)
-        self._schedule = check_schedule(modes, [entry.name for entry in self.layout() if entry.is_unit])
 
     def forward(self, input: Tensor) -> Tensor:
         return run_layers(self._layers(), input, lookahead=begin_lookahead(self._lookahead))

@@ -23,7 +23,7 @@ There are two places for such layers:
 Source: Hascoet et al. 2023, "Reversible designs for extreme memory cost reduction of CNN training", sections 4.3 and 4.4.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, cast
@@ -38,25 +38,14 @@ from revzoo.errors import InputError, put_name_in_front
 from revzoo.invertible import add, halve, join
 from revzoo.runtime import seams
 from revzoo.runtime.compiling import exclude_from_compilation
-from revzoo.runtime.drift import Noise
+from revzoo.runtime.drift import warn_of_noise
 from revzoo.runtime.forward import Forward
+from revzoo.runtime.layer_call import LayerCall, call_layer, predict_growth, predict_growth_of_addition
 from revzoo.runtime.layer_rules import Layer, find_layers, is_channelwise, is_coupled, starts_in_halves
-from revzoo.runtime.layer_update import (
-    AdditionUpdate,
-    BijectionUpdate,
-    HalveUpdate,
-    JoinUpdate,
-    LayerCall,
-    LayerGrowth,
-    LayerUpdate,
-    StreamsUpdate,
-    call_layer,
-    predict_growth_of_addition,
-)
 from revzoo.runtime.ownership import is_held_alone
-from revzoo.runtime.pair_update import Step
 from revzoo.runtime.recorded_call import RecordedCall, Recoverer
-from revzoo.runtime.segment import InvertedSegment, States
+from revzoo.runtime.segment import InvertedSegment, StepOrigin
+from revzoo.runtime.update import AdditionUpdate, BijectionUpdate, LayerUpdate, RegroupUpdate, States, Step
 
 
 def run_without_storing(layers: Sequence[Layer], x: Tensor) -> Tensor:
@@ -86,6 +75,10 @@ def _join(states: States) -> Tensor:
     return states[0] if len(states) == 1 else join(*states)
 
 
+def _join_states(*states: Tensor) -> States:
+    return (join(*states),)
+
+
 def _slice_halves(states: States) -> tuple[slice, slice]:
     channels = states[0].size(1)
     return slice(0, channels), slice(channels, 2 * channels)
@@ -110,11 +103,11 @@ class LayerwiseCall(RecordedCall):
         self._sources = None  # its layers need it to run
         runs = groupby(layers, key=lambda layer: layer.is_inverted)
         self._runs = [_Run([replace(layer, name=f"{name}.{layer.name}") for layer in run], inverts) for inverts, run in runs]
-        self._origin: _StepOrigin | None = None  # during the first run
+        self._origin: StepOrigin | None = None  # during the first run
         self._gives_states = False
 
     def first_run(self, recoverer: Recoverer, *inputs: Tensor) -> Any:
-        self._origin = _StepOrigin(self, recoverer)
+        self._origin = StepOrigin(self, recoverer)
         try:
             return super().first_run(recoverer, *inputs)
         finally:
@@ -150,7 +143,7 @@ class LayerwiseCall(RecordedCall):
                     x = x.detach().requires_grad_(run.requires_grad)
         return x
 
-    def _record(self, run: "_Run", x: Tensor, origin: "_StepOrigin") -> Tensor:
+    def _record(self, run: "_Run", x: Tensor, origin: StepOrigin) -> Tensor:
         segment = InvertedSegment(False, self._forward.round, origin)
         recording = Recording(segment, x, run.layers, self._forward, outer=self)
         del x
@@ -170,21 +163,6 @@ class _Run:
     inverts: bool
     find_segment: Callable[[], InvertedSegment | None] = lambda: None  # held by the graph alone: it refers to the call
     requires_grad: bool = False
-
-
-class _StepOrigin:
-    """Where the layers of a step get their last state from: the step is inverted, or run again."""
-
-    def __init__(self, call: LayerwiseCall, recoverer: Recoverer):
-        self.lock = recoverer.lock
-        self._call = call
-        self._recoverer = recoverer
-
-    def recover(self, *, ahead: bool) -> None:
-        self._recoverer.recover(self._call, ahead=ahead)
-
-    def get_sources(self) -> Iterable[Tensor]:
-        return self._recoverer.get_sources(self._call)
 
 
 class Recording:
@@ -230,7 +208,7 @@ class Recording:
         """Return two streams of the output, and leave it to a chain to go on with the segment, and to end it."""
         x = self.join()
         self.warn_of_noise(x.dtype)
-        self.segment.append(StreamsUpdate(split, x), None, (x,))
+        self.segment.append(RegroupUpdate(split, lambda *streams: (cast(Any, split).inverse(*streams),), x), None, (x,))
         x1, x2 = split(x)
         return x1, x2
 
@@ -238,7 +216,7 @@ class Recording:
         """Return the output of the last layer."""
         if len(self.states) == 2:
             states, self.states = self.states, (join(*self.states),)
-            self.segment.append(JoinUpdate(), None, states)
+            self.segment.append(RegroupUpdate(_join_states, halve), None, states)
         return self.states[0]
 
     @exclude_from_compilation  # it reads numbers, for which a compiled function would be cut in two, with a warning
@@ -251,9 +229,7 @@ class Recording:
         """
         if not self._growths or not has_value(self.states[0]):
             return
-        noise = Noise(dtype, [module for module, *_ in self._growths])
-        if self.states[0].is_cpu or noise.is_new:
-            noise.check([(name, float(growth)) for _, name, growth in self._growths], step)
+        warn_of_noise(dtype, self._growths, step, reads_always=self.states[0].is_cpu)
 
     def run(self, layer: Layer) -> None:
         """Run the layer on the output of the one before."""
@@ -270,20 +246,15 @@ class Recording:
             growth_of_both = self._run_addition(module.f, f"{name}.f") * self._run_addition(module.g, f"{name}.g")
             self._growths.append((module, name, growth_of_both))
         else:
-            growth = LayerGrowth(module)
-            if len(self.states) == 2 and is_channelwise(module):
-                first, second = _slice_halves(self.states)
-                self._run_layer(LayerCall(module, name, self._forward, growth, first))
-                self._run_layer(LayerCall(module, name, self._forward, growth, second), growth)
-            else:
+            halves = _slice_halves(self.states) if len(self.states) == 2 and is_channelwise(module) else (None,)
+            if len(halves) == 1:
                 self.join()
-                self._run_layer(LayerCall(module, name, self._forward, growth), growth)
-            self._growths.append((module, name, growth.value))
+            self._run_layer(layer, [LayerCall(module, name, self._forward, channels) for channels in halves])
 
     def _halve(self) -> None:
         if len(self.states) == 1:
             (x,), self.states = self.states, halve(*self.states)
-            self.segment.append(HalveUpdate(x), None, (x,))
+            self.segment.append(RegroupUpdate(halve, _join_states, x), None, (x,))
 
     def _run_bijection(self, bijection: Bijection) -> None:
         """Run a bijection on the state, or on the first of two."""
@@ -291,14 +262,18 @@ class Recording:
         self.states = update.advance(states, None)
         self.segment.append(update, None, states)
 
-    def _run_layer(self, call: LayerCall, growth: LayerGrowth | None = None) -> None:
-        """Run a layer on the state, or on the first of two. Of two calls, the latter grows errors for both."""
-        states = self.states
-        y = self._run_call(call, states[0])
-        if growth is not None:
-            growth.predict()
-        self.states = *states[1:], y
-        self.segment.append(LayerUpdate(call, states[0], 1.0 if growth is None else growth.value), call, states)
+    def _run_layer(self, layer: Layer, calls: Sequence[LayerCall]) -> None:
+        """Run a layer on the state, or on one of two after the other. The last call grows errors for both."""
+        growth: float | Tensor = 1.0
+        for call in calls:
+            states = self.states
+            y = self._run_call(call, states[0])
+            self.states = *states[1:], y
+            if call is calls[-1]:
+                growth = predict_growth(layer.module, self.states, calls)
+            self.segment.append(LayerUpdate(call.invert, states[0], growth), call, states)
+            del states, y
+        self._growths.append((layer.module, layer.name, growth))
 
     def _run_addition(self, f: nn.Module, name: str) -> float | Tensor:
         """Add f of the second state to the first, and let the two change places; return how errors grow."""

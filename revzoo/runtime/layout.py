@@ -1,13 +1,14 @@
 """The order in which a model or a chain calls its modules."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from torch import nn
 
 from revzoo.errors import ScheduleError, did_you_mean
+from revzoo.runtime.lookahead import LookaheadOption, check_lookahead
 from revzoo.runtime.mode import MODES, Mode
-from revzoo.runtime.schedule import STAGE_INPUTS, check_schedule
+from revzoo.runtime.schedule import STAGE_INPUTS, Applicable, check_schedule
 
 
 class LayoutEntry(NamedTuple):
@@ -51,6 +52,51 @@ class LayoutEntry(NamedTuple):
     def modes(self) -> tuple[Mode, ...]:
         """The modes that a unit may have; the last one keeps least."""
         return MODES if self.can_invert else MODES[:-1] if self.can_drop else MODES[:1]
+
+
+class Scheduled:
+    """What has a mode for each of its units, and looks ahead: a model, a chain of steps or of layers."""
+
+    _schedule: list[Mode]
+    _lookahead: LookaheadOption
+
+    @property
+    def lookahead(self) -> LookaheadOption:
+        """How many units are recovered ahead of backward, during the gradient of the unit after: 0 or 1 (`lookahead.py`)."""
+        return self._lookahead
+
+    @lookahead.setter
+    def lookahead(self, lookahead: LookaheadOption) -> None:
+        self._lookahead = check_lookahead(lookahead)
+
+    @property
+    def schedule(self) -> list[Mode]:
+        """The mode of every unit: what it keeps for backward. Bijections have none.
+
+        Assign a list with one mode for each unit, one mode for all, or a `revzoo.Plan`. In mode `invert`, a layer without an
+        inverse is stored. In a model, one mode is that of all steps and layers, and nodes are stored; with "stage_inputs" steps
+        invert and nodes recompute, so that of each stage only its input is kept.
+
+        Raises:
+            ScheduleError: a wrong number of modes, an unknown mode, or `invert` for a node.
+        """
+        return list(self._schedule)
+
+    @schedule.setter
+    def schedule(self, modes: Sequence[str] | str | Applicable) -> None:
+        if isinstance(modes, Applicable):
+            return modes.apply(cast(nn.Module, self))
+        self._schedule = self._read_schedule(modes)
+
+    def layout(self) -> list[LayoutEntry]:
+        """Return the modules in order."""
+        raise NotImplementedError
+
+    def _read_schedule(self, modes: Sequence[str] | str) -> list[Mode]:
+        return check_schedule(modes, self._names())
+
+    def _names(self) -> list[str]:
+        return [entry.name for entry in self.layout() if entry.is_unit]
 
 
 def expand_schedule(schedule: Sequence[str] | str, units: Sequence[LayoutEntry]) -> list[Mode]:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from revzoo.runtime.nested import tensors_in, wraps_tensors
 from revzoo.runtime.ownership import is_held_alone
-from revzoo.runtime.pair_update import is_dense
+from revzoo.runtime.update import is_dense
 
 Storages = frozenset[int]
 

@@ -26,23 +26,23 @@ Source: PaReprop, Zhu and Mangalam 2023. There the order is tied to pairs of blo
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from functools import cache
 from threading import Lock
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 from weakref import ref
 
 import torch
-from torch import Tensor
 
 from revzoo.device import has_streams
 from revzoo.errors import InputError
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.forward import processes_communicate, runs_step
 from revzoo.runtime.random_state import leave_alone
+from revzoo.runtime.recorded_call import Handle
 from revzoo.runtime.tripwire import judge_deferred
 from revzoo.sharded import is_sharded
 
@@ -63,58 +63,20 @@ def begin_lookahead(lookahead: LookaheadOption) -> "Lookahead | None":
     return _make_lookahead()
 
 
-class Recoverable(Protocol):
-    """A call that backward may ask for."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-
-    @property
-    def settings_are_in_force(self) -> bool:
-        """Whether the settings that all threads share are those of its first run."""
-
-    @property
-    def parameters(self) -> Iterable[Tensor]:
-        """What it computes with, besides its inputs."""
-
-    @property
-    def sources(self) -> Iterable[Tensor]:
-        """What its recovery reads and may free."""
-
-    def recover_ahead(self) -> None:
-        """Refill what the call dropped, before backward asks for it."""
-
-    @property
-    def needs_no_rewinding(self) -> bool:
-        """Whether its recovery has no use for random streams."""
-
-    def require_unchanged(self) -> None:
-        """Raise RecoveryError if what it computes with has changed since its first run."""
-
-    def free_refilled(self) -> None:
-        """Free what was refilled; it can be recovered again."""
-
-
 class Lookahead:
     """Recovers ahead of backward, for the calls of one forward. At most one recovery is under way."""
 
     def __init__(self) -> None:
-        self._latest: ref[Recoverable] | None = None
+        self.latest: ref[Handle] | None = None  # the call noted last, which backward asks for after the one noted next
         self._started: _Started | None = None
         self._lock = Lock()
         self._task = -1  # the backward that must end with nothing under way
 
-    def follow(self, recoverable: Recoverable) -> None:
+    def follow(self, recoverable: Handle) -> None:
         """Note the next call, in the order of forward."""
-        self._latest = ref(recoverable)
+        self.latest = ref(recoverable)
 
-    @property
-    def latest(self) -> "ref[Recoverable] | None":
-        """The call noted last, which backward asks for after the one that is noted next."""
-        return self._latest
-
-    def start(self, recoverable: Recoverable | None) -> None:
+    def start(self, recoverable: Handle | None) -> None:
         """Begin to recover a call, unless that could disturb the gradient."""
         if recoverable is None or (executor := _choose_executor(recoverable)) is None:
             return
@@ -123,7 +85,7 @@ class Lookahead:
                 self._call_after_backward()
                 self._started = executor(recoverable)
 
-    def finish(self, recoverable: Recoverable) -> bool:
+    def finish(self, recoverable: Handle) -> bool:
         """Wait until a call is recovered, if that is under way; return whether it was.
 
         Raises:
@@ -133,19 +95,15 @@ class Lookahead:
         started = self._started
         if started is None or started.recoverable() is not recoverable:
             return False
-        is_first = self._wait_for(started)
-        recoverable.require_unchanged()
-        return is_first
-
-    def _wait_for(self, started: "_Started") -> bool:
-        """Wait until a recovery has ended; return whether no other thread has noted that."""
         try:
             started.wait()
         except Exception:
             self._remove(started)
             raise
         # After KeyboardInterrupt it may still run. The end of backward waits for it.
-        return self._remove(started)
+        is_first = self._remove(started)
+        recoverable.require_unchanged()
+        return is_first
 
     def forget(self) -> None:
         """Wait for a recovery that is under way, and free its results: backward recovers another call itself, or ends."""
@@ -171,17 +129,6 @@ class Lookahead:
             self._task = task
             cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(_EndOfBackward(self))
 
-    def end_backward(self) -> None:
-        """Leave nothing under way after a backward."""
-        self.forget()
-        judge_deferred()
-
-    def abandon_backward(self) -> None:
-        """The same for a backward that has raised: no recovery runs on while the user does something else."""
-        with suppress(BaseException):  # the user has got another one
-            self.forget()
-        self._started = None
-
 
 @exclude_from_compilation
 def _make_lookahead() -> Lookahead:
@@ -197,11 +144,14 @@ class _EndOfBackward:
     def __call__(self) -> None:
         lookahead, self._lookahead = self._lookahead, None
         if lookahead is not None:
-            lookahead.end_backward()
+            lookahead.forget()
+            judge_deferred()
 
     def __del__(self) -> None:
         if self._lookahead is not None:
-            self._lookahead.abandon_backward()
+            with suppress(BaseException):  # no recovery runs on while the user, who has got another error, does something else
+                self._lookahead.forget()
+            self._lookahead._started = None
 
 
 class _Started:
@@ -212,15 +162,15 @@ class _Started:
         wait: waits for the end, and raises what was raised; any number of threads may call it.
     """
 
-    def __init__(self, recoverable: Recoverable, wait: Callable[[], None]):
+    def __init__(self, recoverable: Handle, wait: Callable[[], object]):
         self.recoverable = ref(recoverable)
         self.wait = wait
 
 
-_Executor = Callable[[Recoverable], _Started]  # begins a recovery
+_Executor = Callable[[Handle], _Started]  # begins a recovery
 
 
-def _choose_executor(recoverable: Recoverable) -> _Executor | None:
+def _choose_executor(recoverable: Handle) -> _Executor | None:
     """Return what recovers a call ahead here, None for nothing."""
     if torch._C._current_graph_task_id() == -1 or runs_step():  # looked at outside of backward, or within another call
         return None
@@ -233,7 +183,7 @@ def _choose_executor(recoverable: Recoverable) -> _Executor | None:
     return _recover_in_thread if device.type == "cpu" else _recover_on_side_stream
 
 
-def _find_obstacle(recoverable: Recoverable) -> str | None:
+def _find_obstacle(recoverable: Handle) -> str | None:
     """Return why a call cannot be recovered while a gradient is computed, None if it can."""
     device = recoverable.device
     if device.type != "cpu" and not has_streams(device):
@@ -264,23 +214,14 @@ def _is_backward_compiled() -> bool:
     return compiled_autograd is not None and bool(compiled_autograd.in_compiled_autograd_region)
 
 
-def _recover_at_once(recoverable: Recoverable) -> _Started:
+def _recover_at_once(recoverable: Handle) -> _Started:
+    future = Future[None]()
     try:
         recoverable.recover_ahead()
+        future.set_result(None)
     except Exception as error:
-        return _Started(recoverable, _raiser(error))
-    return _Started(recoverable, _do_nothing)
-
-
-def _raiser(error: Exception) -> Callable[[], None]:
-    def wait() -> None:
-        raise error
-
-    return wait
-
-
-def _do_nothing() -> None:
-    pass
+        future.set_exception(error)
+    return _Started(recoverable, future.result)
 
 
 # One thread: the recoveries of two backwards would wait for each other anyway.
@@ -289,7 +230,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_threads.clear)  # a forked process has no other threads
 
 
-def _recover_in_thread(recoverable: Recoverable) -> _Started:
+def _recover_in_thread(recoverable: Handle) -> _Started:
     if not _threads:
         _threads.append(ThreadPoolExecutor(1, "revzoo-lookahead"))
     # Context variables are those of backward, and so is the number of threads within an operation.
@@ -297,10 +238,10 @@ def _recover_in_thread(recoverable: Recoverable) -> _Started:
         future = _threads[0].submit(copy_context().run, _recover_with, torch.get_num_threads(), recoverable)
     except RuntimeError:  # the interpreter is shutting down (atexit), and no thread takes work any more
         return _recover_at_once(recoverable)
-    return _Started(recoverable, cast(Callable[[], None], future.result))
+    return _Started(recoverable, future.result)
 
 
-def _recover_with(num_threads: int, recoverable: Recoverable) -> None:
+def _recover_with(num_threads: int, recoverable: Handle) -> None:
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
     leave_alone()
@@ -310,7 +251,7 @@ def _recover_with(num_threads: int, recoverable: Recoverable) -> None:
 _side_streams: dict[torch.device, torch.Stream] = {}
 
 
-def _recover_on_side_stream(recoverable: Recoverable) -> _Started:
+def _recover_on_side_stream(recoverable: Handle) -> _Started:
     """Queue a recovery on the side stream of its device.
 
     The side stream first waits for all that is queued for gradients so far. Refilled tensors are in memory of the side stream.

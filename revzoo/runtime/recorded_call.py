@@ -82,7 +82,7 @@ class RecordedCall:
         self._requires_grad: list[bool] = []
         self.place: int | None = None  # among the items of its segment
         self.outer: RecordedCall | None = None  # the call that may have to run again for this one's input
-        self._find_handle: Callable[[], _Handle | None] | None = None
+        self._find_handle: Callable[[], Handle | None] | None = None
 
     def first_run(self, recoverer: "Recoverer", *inputs: Tensor) -> Any:
         """Run f on `inputs` and drop what autograd saves; backward will ask `recoverer` to recover this call.
@@ -98,7 +98,7 @@ class RecordedCall:
         if not conditions.inventory.learned.may_keep_products:
             self.kept_products, self._keepers = None, []
         self._requires_grad = list(map(_requires_grad, inputs))
-        handle = _Handle(self, recoverer)
+        handle = Handle(self, recoverer)
         self._find_handle = ref(handle)
         try:
             if forward.round is not None and self._reads_whole is not None:
@@ -393,8 +393,8 @@ def _cut(x: Tensor, requires_grad: bool) -> Tensor:
     return x.detach().requires_grad_(requires_grad)
 
 
-class _Handle:
-    """What the graph holds of a call: it unpacks what the call has dropped, and for `Lookahead` it is a `Recoverable`.
+class Handle:
+    """What the graph holds of a call: it unpacks what the call has dropped. `Lookahead` recovers the call by it.
 
     Only the graph keeps it alive: look-ahead, and the handle of the call after it, refer to it weakly.
 
@@ -444,6 +444,7 @@ class _Handle:
             self._lookahead.start(self._next())
 
     def recover_ahead(self) -> None:
+        """Refill what the call dropped, before backward asks for it."""
         with self._recoverer.lock:
             self._recover_call(ahead=True)
 
@@ -456,35 +457,38 @@ class _Handle:
 
     @property
     def needs_no_rewinding(self) -> bool:
+        """Whether its recovery has no use for random streams."""
         call: RecordedCall | None = self._call
         while call is not None and call.conditions.random.needs_no_rewinding:
             call = call.outer
         return call is None
 
     def require_unchanged(self) -> None:
+        """Raise RecoveryError if what it computes with has changed since its first run."""
         self._call.conditions.require_unchanged()
 
     def free_refilled(self) -> None:
+        """Free what was refilled; it can be recovered again."""
         self._call.free_refilled()
 
     @property
-    def name(self) -> str:
-        return self._call.name
-
-    @property
     def device(self) -> torch.device:
+        """Where it computes."""
         return self._call._forward.device
 
     @property
     def settings_are_in_force(self) -> bool:
+        """Whether the settings that all threads share are those of its first run."""
         return self._call._forward.settings.are_in_force
 
     @property
     def parameters(self) -> Iterable[Tensor]:
+        """What it computes with, besides its inputs."""
         return self._call.conditions.fixed
 
     @property
     def sources(self) -> Iterable[Tensor]:
+        """What its recovery reads and may free."""
         return self._recoverer.get_sources(self._call)
 
 

@@ -14,10 +14,10 @@ from revzoo.runtime.drift import Rounding
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.observation import Comparison, note_state, states
-from revzoo.runtime.pair_update import Step
 from revzoo.runtime.recorded_call import RecordedCall
-from revzoo.runtime.segment import InvertedSegment, Update
+from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.tripwire import Watch, get_setting, judge_deferred
+from revzoo.runtime.update import Step, Update
 
 _FULL_ROUNDS = 2
 _PERIOD = 17  # after these, one round in this many; a prime, so that it is not always the same of several micro-batches

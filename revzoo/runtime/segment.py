@@ -24,16 +24,16 @@ Source: the reconstruction is Gomez et al. 2017, Algorithm 1.
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from threading import RLock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.observation import note_inversion
-from revzoo.runtime.recorded_call import RecordedCall
+from revzoo.runtime.recorded_call import RecordedCall, Recoverer
 from revzoo.runtime.refill_hooks import make_inner_derivative_error
+from revzoo.runtime.update import States, Update
 
-States = tuple[Tensor, ...]  # a pair between steps, one tensor between layers
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
 _detach: Callable[[Tensor], Tensor] = Tensor.detach
 
@@ -91,37 +91,24 @@ class SavedInputs:
         return ()  # the graph holds them until the gradient has been queued
 
 
-class Update(Protocol):
-    """One step, bijection or layer as an `InvertedSegment` sees it: how it changes the states, and how to undo that."""
+class StepOrigin:
+    """Where the layers of a step get their last state from: the step is inverted, or run again, which ends their segment.
 
-    b: float  # each inversion multiplies errors by 1 / |b|
-    inverts_first: bool  # whether `invert` gives the input of f without its output, so that f runs after it
-    reads: int  # which of the states before it is the input of f
+    Args:
+        call: the call that the segment is a part of.
+        recoverer: recovers it.
+    """
 
-    @property
-    def lost_bits(self) -> Sequence[Tensor]:
-        """What `invert` uses up besides the states."""
-
-    @property
-    def growth(self) -> float | Tensor:
-        """How much `invert` is predicted to multiply relative errors, besides 1 / |b|."""
-
-    # Any: one update knows pairs, another single tensors, and only steps know `out`.
-    def advance(self, states: Any, out: Any) -> Any: ...
-
-    def invert(self, states: Any, out: Any) -> Any: ...
-
-
-class SegmentStart(Protocol):
-    """The call that a segment is a part of. A second run of this call gives the segment its last states."""
-
-    lock: RLock
+    def __init__(self, call: RecordedCall, recoverer: Recoverer):
+        self.lock = recoverer.lock
+        self._call = call
+        self._recoverer = recoverer
 
     def recover(self, *, ahead: bool) -> None:
-        """Run the call again, which ends with `end` of the segment."""
+        self._recoverer.recover(self._call, ahead=ahead)
 
     def get_sources(self) -> Iterable[Tensor]:
-        """Return the tensors that this reads and may free."""
+        return self._recoverer.get_sources(self._call)
 
 
 class _Item(NamedTuple):
@@ -161,7 +148,7 @@ class InvertedSegment:
     Cost: the states of one boundary, one extra forward of each step or layer.
     """
 
-    def __init__(self, exact: bool, round: Any, origin: SegmentStart | None = None) -> None:
+    def __init__(self, exact: bool, round: Any, origin: StepOrigin | None = None) -> None:
         self.lock = RLock() if origin is None else origin.lock  # one for both, so that no two threads wait for each other
         self._round = round
         self._origin = origin

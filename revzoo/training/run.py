@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from revzoo.data.base import Data
 from revzoo.display.progress import TrainingDisplay
-from revzoo.model.network import Model
+from revzoo.model.model import Model
 from revzoo.spec.names import BYTES, TOKENIZER
 from revzoo.training.captured_step import Step
 from revzoo.training.coupling_schedule import CouplingSchedule

@@ -14,7 +14,7 @@ from revzoo.runtime.coupling import Coupling, additive, dual_residual, leapfrog,
 from revzoo.runtime.exact import Grid
 
 MODES = ["store", "selective", "recompute", "invert"]
-BITS = (*range(10), 12, 15)
+BITS = (0, 1, 3, 7, 8, 9, 15)
 COUPLINGS = {
     "additive": additive(),
     "midpoint": midpoint(h=0.3),
@@ -121,25 +121,20 @@ def test_an_empty_batch_has_gradients_of_zero(coupling, mode, gradients):
     assert all((g == 0).all() for g in grads)
 
 
-@pytest.mark.parametrize("read_late", [False, True])
-@pytest.mark.parametrize("coupling", ["additive", *(momentum(kept_bits=bits, gain=1.0) for bits in (3, 8, 12))])
-def test_dtensors_have_bit_identical_gradients(coupling, read_late, mesh, monkeypatch):
+@pytest.mark.parametrize("coupling", ["additive", *(momentum(kept_bits=bits, gain=1.0) for bits in (3, 8))])
+def test_dtensors_have_bit_identical_gradients(coupling, mesh):
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
-    if read_late:
-        monkeypatch.setattr(exact, "can_read_now", lambda x: False)
     chain = distribute_module(ReversibleChain([nn.Linear(6, 6) for _ in range(4)], coupling, exact=True), mesh)
     for placement in (Shard(0), Replicate()):
         streams = [DTensor.from_local(x, mesh, [placement]) for x in torch.randn(2, 3, 6)]
-        grads = {}
-        for mode in MODES[:1] + MODES[2:]:
-            chain.schedule = mode
-            chain.zero_grad()
+        grads = []
+        for chain.schedule in ("store", "recompute", "invert"):
             y1, y2 = chain(*streams)
-            (y1.sin().sum() + (y2 * y2).sum()).backward()
-            grads[mode] = [p.grad.full_tensor() for p in chain.parameters()]
-        for mode in ("recompute", "invert"):
-            assert all(torch.equal(a, b) for a, b in zip(grads[mode], grads["store"], strict=True)), (mode, placement)
+            wanted = torch.autograd.grad(y1.sin().sum() + (y2 * y2).sum(), list(chain.parameters()))
+            grads.append([grad.full_tensor() for grad in wanted])
+        assert all(map(torch.equal, grads[1], grads[0])), placement
+        assert all(map(torch.equal, grads[2], grads[0])), placement
 
 
 @pytest.fixture
@@ -190,26 +185,22 @@ def test_every_bit_of_a_state_comes_back(coupling, dtype):
     assert compared > 1500
 
 
-@pytest.mark.parametrize("a", [0.0, 1.0, -0.5, 1.25])
-@pytest.mark.parametrize("b", [1.0, -1.0, 0.25, -0.125])
-def test_a_step_is_the_recurrence_in_integers(a, b):
-    bits = {1.0: 0, 0.25: 2, 0.125: 3}[abs(b)]
+@pytest.mark.parametrize(("a", "b", "bits"), [(0.0, 1.0, 0), (1.25, -1.0, 0), (1.0, 0.25, 2), (-0.5, -0.125, 3)])
+def test_a_step_is_the_recurrence_in_integers(a, b, bits):
     grid, coupling = Grid(torch.float32), Coupling(a, b, 0.5, kept_bits=bits)
     previous, current = (grid.round(torch.randn(200)) for _ in range(2))
     out = torch.randint(-(2**18), 2**18, (200,)) / 2**16  # sums of such terms are exact also in float32
     W, V, F = ((x.double() * 2**16).long() for x in (previous, current, out))
     terms = (F.double() * 0.5 + a * V.double()).round().long()
-    expected = terms + (W >> bits) * (1 if b > 0 else -1)
     following, _ = grid.advance(coupling, previous, current, out)
-    assert torch.equal((following.double() * 2**16).long(), expected)
-    assert torch.equal(following * 2**16, (following * 2**16).round())
+    assert torch.equal((following.double() * 2**16), (terms + (W >> bits) * (1 if b > 0 else -1)).double())
 
 
 def count_bytes(packed: PackedBits | Tensor) -> int:
     return sum(field.nbytes for field in (packed.fields if isinstance(packed, PackedBits) else [packed]))
 
 
-@pytest.mark.parametrize("bits", range(1, 16))
+@pytest.mark.parametrize("bits", [1, 3, 8, 12, 15])
 def test_bits_are_packed_without_gaps(bits):
     dtype = torch.uint8 if bits <= 8 else torch.int16
     for shape in ((0,), (1,), (7,), (8,), (3, 21), (2, 5, 100)):

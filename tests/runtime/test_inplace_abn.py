@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from revzoo.activation import Activation
 from revzoo.errors import InputError
 from revzoo.runtime import CoupledConv2d, InPlaceABN2d, LayerChain, LiveBytes, ReversibleChain
 
-ACTIVATIONS = [("leaky_relu", 0.01), ("leaky_relu", 0.5), ("elu", 1.0), ("elu", 0.5), ("identity", 1.0)]
+ACTIVATIONS = [("leaky_relu", 0.01), ("elu", 0.5), ("identity", 1.0)]
 FUNCTIONS = {"leaky_relu": F.leaky_relu, "elu": F.elu, "identity": lambda z, slope: z}
 
 
@@ -46,7 +45,15 @@ def compute_gradients(layer, x):
     y = layer(x)
     weights = torch.empty_like(y)  # in the strides of y; without weights, the gradient of a weight of 0 would be 0
     weights.copy_(torch.linspace(-1, 2, y.numel(), dtype=y.dtype).cos().view(y.shape))
-    return y.detach(), torch.autograd.grad((y.sin() * weights).sum(), [x, *layer.parameters()])
+    loss, wanted = (y.sin() * weights).sum(), [x, *layer.parameters()]
+    gradients = torch.autograd.grad(loss, wanted, retain_graph=True)
+    assert all(map(torch.equal, torch.autograd.grad(loss, wanted), gradients))
+    return y.detach(), gradients
+
+
+def find_kept(layer, x):
+    """Return the channels whose normalised input is kept, and that; None of both if there are none."""
+    return layer(x).grad_fn.saved_tensors[-2:]
 
 
 def largest_error(got, expected):
@@ -54,7 +61,7 @@ def largest_error(got, expected):
 
 
 @pytest.mark.parametrize(("activation", "slope"), ACTIVATIONS)
-@pytest.mark.parametrize("shape", [(3, 6, 4, 4), (17, 6, 2, 3), (1, 6, 5, 5)])
+@pytest.mark.parametrize("shape", [(17, 6, 2, 3), (1, 6, 5, 5)])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("part", [1, 150, 2**17])
 def test_it_is_batch_norm_and_activation(activation, slope, shape, memory_format, part, monkeypatch):
@@ -87,9 +94,9 @@ def test_weights_that_are_0_negative_or_tiny_change_nothing(
     assert torch.equal(y, expected_y)
     assert largest_error(got, expected) < tolerance
     assert expected[1][0].abs() > 0.01  # the gradient that lets a weight leave 0
-    kept = layer.forward_keeping(x)[3:]
-    assert kept[0].tolist() == [0, 1, 2]
-    assert kept[1].shape == (3, 3, 4, 4)
+    channels, xhat = find_kept(layer, x)
+    assert channels.tolist() == [0, 1, 2]
+    assert xhat.shape == (3, 3, 4, 4)
 
 
 @pytest.fixture
@@ -123,8 +130,8 @@ def test_on_an_accelerator_gradients_are_the_same(activation, slope, memory_form
         compared = slice(1 if has_jumped else None)
         assert largest_error(got[compared], expected[compared]) < (1e-3 if has_jumped else 1e-8)
         assert all(g.isfinite().all() for g in got)
-        kept = layer.forward_keeping(x)[3:]
-        counts.append(kept[0].numel() if kept else 0)
+        channels, _ = find_kept(layer, x)
+        counts.append(0 if channels is None else len(channels))
     assert counts == [2, 2, 0, 2, 2, 0]  # as the call before has shown
 
 
@@ -137,7 +144,7 @@ def test_on_an_accelerator_a_weight_that_jumps_to_nearly_0_is_noticed(accelerato
     set_weights([1.0, 1.0, 1e-9, 1.0, 1.0, 1.5], layer)
     with pytest.warns(UserWarning, match="1 channels of an in-place ABN had weights that had jumped to nearly 0"):
         compute_gradients(layer, images())
-    assert layer.forward_keeping(images())[3].tolist() == [2]
+    assert find_kept(layer, images())[0].tolist() == [2]
 
 
 def test_on_an_accelerator_half_precision_keeps_few_channels(accelerator):
@@ -146,7 +153,7 @@ def test_on_an_accelerator_half_precision_keeps_few_channels(accelerator):
         layer.weight.uniform_(0.05, 0.6)
         layer.bias.zero_()
     compute_gradients(layer, images(4, 256, 4, 4, dtype=torch.bfloat16))
-    assert len(layer.forward_keeping(images(4, 256, 4, 4, dtype=torch.bfloat16))[3:]) == 0
+    assert find_kept(layer, images(4, 256, 4, 4, dtype=torch.bfloat16))[0] is None
 
 
 def test_elements_that_elu_has_flattened_are_not_lost():
@@ -157,7 +164,7 @@ def test_elements_that_elu_has_flattened_are_not_lost():
         each.bias.data.zero_()
     x = images(8, 6, 8, 8, dtype=torch.float32)
     assert twin(x)[:, 2].min() < -0.99999
-    assert layer.forward_keeping(x)[3].tolist() == [0, 2]
+    assert find_kept(layer, x)[0].tolist() == [0, 2]
     assert largest_error(compute_gradients(layer, x)[1], compute_gradients(twin, x)[1]) < 1e-5
 
 
@@ -250,22 +257,12 @@ def test_a_changed_output_is_noticed():
         y.sum().backward()
 
 
-def test_two_backwards_of_one_graph():
-    layer, _ = pair()
-    x = images().requires_grad_()
-    loss = layer(x).sin().sum()
-    first = torch.autograd.grad(loss, [x, *layer.parameters()], retain_graph=True)
-    second = torch.autograd.grad(loss, [x, *layer.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 @pytest.mark.parametrize(
     ("do", "message"),
     [
         (lambda: InPlaceABN2d(4, "relu"), r"leaky_relu, elu or identity\. Received: 'relu'"),
         (lambda: InPlaceABN2d(4, slope=0.0), r"slope <= 0 cannot be undone\. Received: leaky_relu with 0\.0\. Use 0\.01"),
         (lambda: InPlaceABN2d(6)(images(1, 6, 1, 1, dtype=torch.float32)), r"more than one value per channel.*\(1, 6, 1, 1\)"),
-        (lambda: InPlaceABN2d(6).eval().forward_keeping(images(dtype=torch.float32)), r"in eval mode .* Call model\.train\(\)"),
     ],
 )
 def test_refusals(do, message):
@@ -302,36 +299,8 @@ def test_no_conversion_takes_it_for_batch_norm_and_it_can_be_pickled():
     assert "activation=leaky_relu, slope=0.01" in repr(layer)
 
 
-@pytest.mark.parametrize(("activation", "slope"), ACTIVATIONS)
-def test_its_inverse(activation, slope):
-    layer, _ = pair(6, activation, slope)
-    layer.weight.data[:2] = torch.tensor([0.0, -1.0], dtype=torch.float64)
-    x = images()
-    y, *kept = layer.forward_keeping(x)
-    assert (layer.inverse(y, *kept) - x).abs().max() < 1e-10
-    assert len(kept) == 4
-
-
-@pytest.mark.parametrize(
-    ("activation", "slope"), [("leaky_relu", 0.05), ("leaky_relu", 0.2), ("elu", 1.0), ("elu", 2.0), ("identity", 1.0)]
-)
-def test_alpha_is_that_of_batch_norm_times_that_of_the_activation(activation, slope):
-    layer, _ = pair(16, activation, slope)
-    # With weights that differ, noise gathers in the channels that ELU bends most, and the product is too small.
-    nn.init.uniform_(layer.weight, 0.5, 0.6 if activation == "elu" else 2.0)
-    nn.init.zeros_(layer.bias)
-    x = torch.randn(8, 16, 32, 32, dtype=torch.float64)
-    with torch.no_grad():
-        y, *kept = layer.forward_keeping(x)
-        error = torch.randn_like(y) * y.square().mean().sqrt() * 1e-6
-        rebuilt = layer.inverse(y + error, *kept)
-        measured = y.square().mean() / error.square().mean() / (x.square().mean() / (rebuilt - x).square().mean())
-    assert float(layer.alpha(y, *kept)) == pytest.approx(float(1 / measured), rel=0.1)
-
-
-def build_layers(depth):
-    torch.manual_seed(0)
-    layers = [layer for _ in range(depth) for layer in (CoupledConv2d(6), InPlaceABN2d(6, slope=0.2))]
+def build_layers():
+    layers = [layer for _ in range(2) for layer in (CoupledConv2d(6), InPlaceABN2d(6, slope=0.2))]
     for layer in layers[1::2]:
         nn.init.uniform_(layer.weight, 0.5, 1.5)
         layer.weight.data[0] = 0.0
@@ -339,34 +308,13 @@ def build_layers(depth):
 
 
 @pytest.mark.parametrize("mode", ["selective", "recompute", "invert"])
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_in_a_chain_of_layers_gradients_are_the_stored_ones(mode, depth):
-    chain = LayerChain(*build_layers(depth)).double()
-    x = images()
-    results = []
-    for each in ("store", mode):
-        chain.schedule = each
-        results.append(compute_gradients(chain, x)[1])
-    assert largest_error(results[1], results[0]) < 1e-8
-
-
-@pytest.mark.parametrize("mode", ["selective", "recompute", "invert"])
-def test_in_the_steps_of_a_reversible_chain_gradients_are_the_stored_ones(mode):
-    steps = [nn.Sequential(*build_layers(2)) for _ in range(4)]
-    chain = ReversibleChain(steps).double()
-    streams = [images().requires_grad_() for _ in range(2)]
-    results = []
-    for each in ("store", mode):
-        chain.schedule = each
-        y1, y2 = chain(*streams)
-        results.append(torch.autograd.grad((y1 * y2.sin()).sum(), [*streams, *chain.parameters()]))
-    assert largest_error(results[1], results[0]) < 1e-8
-
-
-def test_activations_are_undone_in_new_memory():
-    y = images()
-    for name, slope in ACTIVATIONS:
-        activation = Activation(name, slope)
-        z = activation.undo(activation(y))
-        assert torch.allclose(z, y, atol=1e-10)
-        assert z.data_ptr() != y.data_ptr()
+def test_in_chains_gradients_are_the_stored_ones(mode):
+    for chain in (LayerChain(*build_layers()), ReversibleChain([nn.Sequential(*build_layers()) for _ in range(4)])):
+        chain.double()
+        streams = [images().requires_grad_() for _ in range(1 + isinstance(chain, ReversibleChain))]
+        results = []
+        for chain.schedule in ("store", mode):
+            ys = chain(*streams)
+            loss = sum(y.sin().square().sum() for y in (ys if isinstance(ys, tuple) else (ys,)))
+            results.append(torch.autograd.grad(loss, [*streams, *chain.parameters()]))
+        assert largest_error(results[1], results[0]) < 1e-8

@@ -74,6 +74,14 @@ def test_pooling_is_undone_bit_for_bit(pool):
     assert torch.equal(pool.inverse(y), x)
 
 
+def test_space_to_depth_has_the_order_of_i_revnet():
+    x = images(2, 3, 4, 6)
+    y = SpaceToDepth()(x)
+    for dy in range(2):
+        for dx in range(2):
+            assert torch.equal(y.unflatten(1, (4, 3))[:, 2 * dy + dx], x[:, :, dy::2, dx::2])
+
+
 def test_channels_of_one_channel_stay_side_by_side():
     x = images(2, 4, 4, 6)
     y = PixelUnshuffle()(x)

@@ -1,8 +1,10 @@
 """Activations rebuilt layer by layer: gradients equal those of the stored run, and bytes and FLOPs are what they should be."""
 
+import copy
 import gc
 import math
 import warnings
+import weakref
 from unittest.mock import Mock
 
 import pytest
@@ -26,11 +28,10 @@ from revzoo.runtime import (
     SpaceToDepth,
     call_watch,
     fingerprint,
-    layer_update,
-    lookahead,
+    layer_call,
 )
-from revzoo.runtime.drift import Seen
 from revzoo.runtime.fingerprint import take_fingerprint
+from revzoo.runtime.layer_call import LayerCall
 from revzoo.runtime.layer_rules import find_layers, has_inverse
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.segment import InvertedSegment
@@ -87,8 +88,11 @@ def units(depth):
     return [layer for _ in range(depth) for layer in unit()]
 
 
-def make_hybrid(depth, layers=2, **kwargs):
-    return ReversibleChain([nn.Sequential(*units(layers)) for _ in range(depth)], **kwargs).double()
+def make_hybrid(depth, layers=2):
+    return ReversibleChain([nn.Sequential(*units(layers)) for _ in range(depth)]).double()
+
+
+NETWORKS = [lambda: LayerChain(*units(2)).double(), lambda: make_hybrid(2)]
 
 
 def inputs(net, shape=SHAPE, dtype=torch.float64):
@@ -99,7 +103,14 @@ def inputs(net, shape=SHAPE, dtype=torch.float64):
 def differentiate(net, xs, schedule, **kwargs):
     """Return the gradients of a loss over the outputs."""
     net.schedule = schedule
+    torch.manual_seed(1)
     return torch.autograd.grad(loss_of(net, xs), [*xs, *net.parameters()], **kwargs)
+
+
+def assert_stored_gradients(net, error, most=1e-8, shape=SHAPE):
+    """Check the gradients of mode `invert` against those of `store`."""
+    xs = inputs(net, shape)
+    assert error(differentiate(net, xs, "invert"), differentiate(net, xs, "store")) < most
 
 
 def loss_of(net, xs):
@@ -127,20 +138,16 @@ def test_a_network_with_pools_and_layers_without_an_inverse(error):
     net = LayerChain(nn.Conv2d(3, 4, 3, padding=1), *unit(), SpaceToDepth(), *deep, nn.Dropout(0.5), SpaceToBatch(), *deep)
     net.double()
     xs = inputs(net, (2, 3, 8, 8))
-    grads = []
-    for mode in ("store", "invert", "recompute"):
-        torch.manual_seed(1)
-        grads.append(differentiate(net, xs, mode))
-    assert error(grads[1], grads[0]) < 1e-8
-    assert error(grads[2], grads[0]) < 1e-8
+    expected = differentiate(net, xs, "store")
+    for mode in ("invert", "recompute"):
+        assert error(differentiate(net, xs, mode), expected) < 1e-8
 
 
 @pytest.mark.parametrize("schedule", ["invert", ["invert", "store", "invert"], ["recompute", "invert", "selective"]])
 @pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_layerwise_steps_between_others(schedule, ahead, mixed, error):
+def test_layerwise_steps_between_others(schedule, ahead, error):
     steps = [nn.Sequential(*units(2)), nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()), nn.Sequential(*unit())]
-    net = ReversibleChain(steps if mixed else [nn.Sequential(*unit()) for _ in range(3)], "leapfrog").double()
+    net = ReversibleChain(steps, "leapfrog").double()
     xs = inputs(net)
     expected = differentiate(net, xs, "store")
     net.lookahead = ahead
@@ -148,7 +155,7 @@ def test_layerwise_steps_between_others(schedule, ahead, mixed, error):
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("make", [lambda: LayerChain(*units(3)).double(), lambda: make_hybrid(3)])
+@pytest.mark.parametrize("make", NETWORKS)
 def test_graphs_may_be_retained_and_interleaved(make, ahead, error):
     net = make()
     net.lookahead = ahead
@@ -176,40 +183,34 @@ def test_second_derivatives(error):
     assert error(differentiate_twice("invert"), differentiate_twice("store")) < 1e-8
 
 
-@pytest.mark.parametrize("make", [lambda: LayerChain(*units(2)), lambda: make_hybrid(3)])
+@pytest.mark.parametrize("make", NETWORKS)
 def test_running_statistics_move_once(make):
-    net = make().double()
-    before = {key: b.clone() for key, b in net.named_buffers()}
-    torch.manual_seed(1)
+    net = make()
+    before = copy.deepcopy(net.state_dict())
     xs = inputs(net)
     differentiate(net, xs, "store")
-    expected = {key: b.clone() for key, b in net.named_buffers()}
+    expected = copy.deepcopy(net.state_dict())
     for mode in ("invert", "recompute"):
-        for key, b in net.named_buffers():
-            b.copy_(before[key])
+        net.load_state_dict(before)
         differentiate(net, xs, mode)
-        assert all(torch.allclose(b, expected[key], rtol=1e-9) for key, b in net.named_buffers())
+        torch.testing.assert_close(net.state_dict(), expected, rtol=1e-9, atol=0)
         assert all(b == 1 for key, b in net.named_buffers() if key.endswith("num_batches_tracked"))
 
 
-@pytest.mark.parametrize("make", [lambda: LayerChain(*units(2)).double(), lambda: make_hybrid(2)])
+@pytest.mark.parametrize("make", NETWORKS)
 def test_everything_is_freed_with_the_graph(make):
     net = make()
-
-    def count():
-        return sum(issubclass(type(o), RecordedCall | InvertedSegment) for o in gc.get_objects())
-
     gc.collect()
     gc.disable()
-    others = count()  # of tests that ran before
     try:
         for has_backward in (False, True):
             loss = loss_of(net, inputs(net))
-            assert count() > others + 4
+            held = [weakref.ref(o) for o in gc.get_objects() if type(o) in (RecordedCall, LayerCall, InvertedSegment)]
+            assert len(held) > 4
             if has_backward:
                 loss.backward()
             del loss
-            assert count() == others
+            assert not any(find() for find in held)
     finally:
         gc.enable()
 
@@ -254,13 +255,12 @@ def count_extra_convolutions(net):
 
 
 def test_bytes_of_a_chain_of_layers_do_not_depend_on_depth():
-    figures = {depth: count_bytes(LayerChain(*wide(depth)), "invert") for depth in (2, 3, 5)}
     # The state, the gradient of a layer's output and that of its input.
-    assert set(figures.values()) == {(1 + 1 + 1, 1.0)}
+    assert {count_bytes(LayerChain(*wide(depth)), "invert") for depth in (2, 5)} == {(1 + 1 + 1, 1.0)}
     assert count_bytes(LayerChain(*wide(4)), "store") == (14.0, 12.0)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [1, 4])
 def test_a_chain_of_layers_costs_one_forward_less_the_first_convolution(depth):
     assert count_extra_convolutions(LayerChain(*wide(depth))) == 2 * depth - 1
 
@@ -271,7 +271,7 @@ def test_bytes_of_layerwise_steps_do_not_depend_on_their_depth():
 
     # Streams 2, gradients 2 and, in the first step, a copy of one for the input that wants it; then this step is run again,
     # which ends with two halves and what joins them.
-    assert {count_bytes(steps(depth, layers), "invert") for depth in (2, 4) for layers in (1, 2, 4)} == {(2 + 3 + 2, 2.0)}
+    assert {count_bytes(steps(depth, layers), "invert") for depth, layers in ((2, 1), (2, 4), (4, 2))} == {(2 + 3 + 2, 2.0)}
     assert count_bytes(steps(2, 4), ["invert", "recompute"])[0] == 2 * 8  # all within a step at once
 
 
@@ -281,29 +281,21 @@ def test_layerwise_steps_cost_two_forwards_less_the_first_convolution_of_each(de
     assert count_extra_convolutions(net) == depth * (4 * layers - 1)
 
 
-class Wrong(nn.Module):
+class Wrong(Affine):
     """A layer whose inverse is another one's."""
 
-    def forward(self, x):
-        return x * 2
-
     def inverse(self, y):
-        return y * 0.505
+        return super().inverse(y) * 1.01
 
 
-@pytest.mark.parametrize("place", [1, 2, 4])
+@pytest.mark.parametrize("place", [1, 3])
 def test_an_inverse_that_does_not_fit_is_noticed(place):
-    layers = [Affine(), *unit()]
+    layers = unit()
     layers.insert(place, Wrong())
-    net = LayerChain(*layers).double()
-    with pytest.raises(RecoveryError, match=rf"^{place} ran differently the second time: the state rebuilt from its output"):
-        differentiate(net, inputs(net), "invert")
-
-
-def test_in_a_step_the_layer_is_named():
-    net = ReversibleChain([nn.Sequential(*unit(), Wrong(), *unit())]).double()
-    with pytest.raises(RecoveryError, match=r"^steps\.0\.3 ran differently the second time"):
-        differentiate(net, inputs(net), "invert")
+    for net, name in ((LayerChain(*layers), place), (ReversibleChain([nn.Sequential(*layers)]), rf"steps\.0\.{place}")):
+        net.double()
+        with pytest.raises(RecoveryError, match=f"^{name} ran differently the second time: the state rebuilt from its output"):
+            differentiate(net, inputs(net), "invert")
 
 
 def test_a_parameter_changed_before_backward_is_named():
@@ -317,29 +309,15 @@ def test_a_parameter_changed_before_backward_is_named():
             loss.backward()
 
 
-def test_an_output_changed_in_place_is_named():
-    net = LayerChain(*unit()).double()
-    y = net(*inputs(net))
-    loss = (y * 2).sum()
-    with torch.no_grad():
-        y.zero_()
-    with pytest.raises(RecoveryError, match=r"was modified in place after forward"):
-        loss.backward()
-
-
-class Failing(nn.Module):
+class Failing(Affine):
     def __init__(self):
         super().__init__()
-        self.calls = []
-
-    def forward(self, x):
-        return x + 0.0
+        self.errors = [ValueError("once")]
 
     def inverse(self, y):
-        self.calls.append(y.shape)
-        if len(self.calls) == 1:
-            raise ValueError("once")
-        return y
+        if self.errors:
+            raise self.errors.pop()
+        return super().inverse(y)
 
 
 def test_after_an_error_in_backward_the_next_one_is_right(error):
@@ -381,7 +359,7 @@ def test_what_counts_as_layers():
 def test_steps_with_some_layers_without_an_inverse(order, ahead, error):
     def make():
         plain = [nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True)]
-        plain.append(nn.Dropout(0.0 if ahead else 0.3))  # beside backward nothing draws
+        plain.append(nn.Dropout(0.0 if ahead else 0.3))  # nothing draws ahead of backward
         if order == "first":
             return nn.Sequential(*plain, *unit())
         if order == "last":
@@ -393,44 +371,25 @@ def test_steps_with_some_layers_without_an_inverse(order, ahead, error):
 
     net = ReversibleChain([make() for _ in range(3)]).double()
     xs = inputs(net)
-    before = {key: b.clone() for key, b in net.named_buffers()}
-    grads, buffers = [], []
-    for mode in ("store", "invert"):
+    before, grads, buffers = copy.deepcopy(net.state_dict()), [], []
+    for net.schedule, net.lookahead in (("store", 0), ("invert", ahead)):
         torch.manual_seed(1)
-        for key, b in net.named_buffers():
-            b.copy_(before[key])
-        net.schedule = mode
-        net.lookahead = ahead if mode == "invert" else 0
+        net.load_state_dict(before)
         loss = loss_of(net, xs)
-        for _ in range(2):
-            grads.append(torch.autograd.grad(loss, [*xs, *net.parameters()], retain_graph=True))
-        buffers.append([b.clone() for b in net.buffers()])
-    assert error(grads[2], grads[0]) < 1e-8
-    assert error(grads[3], grads[0]) < 1e-8
-    assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(*buffers, strict=True))
+        grads += [torch.autograd.grad(loss, [*xs, *net.parameters()], retain_graph=True) for _ in range(2)]
+        buffers.append(copy.deepcopy(list(net.buffers())))
+    assert max(error(grads[2], grads[0]), error(grads[3], grads[0])) < 1e-8
+    torch.testing.assert_close(*buffers, rtol=1e-9, atol=0)
 
 
-def test_layers_of_a_step_that_draws_are_not_recovered_beside_backward(monkeypatch):
+def test_layers_of_a_step_that_draws_are_not_recovered_ahead():
     """To start from the last of them the step has to run again, which sets random streams."""
-    looked_at = []
-    choose = lookahead._choose_executor
-
-    def spy(recoverable):
-        looked_at.append(recoverable.needs_no_rewinding)
-        return choose(recoverable)
-
-    monkeypatch.setattr(lookahead, "_choose_executor", spy)
-    monkeypatch.setattr(lookahead, "_warn_once", lambda reason: None)
-    for p in (0.0, 0.5):
-        net = ReversibleChain([nn.Sequential(*unit(), nn.Dropout(p), *unit()) for _ in range(2)]).double()
-        net.lookahead = 1
-        looked_at.clear()
+    net = ReversibleChain([nn.Sequential(*unit(), nn.Dropout(0.5), *unit()) for _ in range(2)], lookahead=1).double()
+    with pytest.warns(UserWarning, match="lookahead steps aside: a step draws random numbers"):
         loss_of(net, inputs(net)).backward()
-        assert len(looked_at) > 10
-        assert set(looked_at) == {p == 0}
 
 
-def test_what_lies_between_is_all_that_a_step_holds_beside_its_layers():
+def test_what_lies_between_is_all_that_a_step_holds_besides_its_layers():
     def peak(layers):
         return count_bytes(ReversibleChain([nn.Sequential(*layers) for _ in range(3)]), "invert")[0]
 
@@ -440,15 +399,14 @@ def test_what_lies_between_is_all_that_a_step_holds_beside_its_layers():
     # Each convolution between keeps its input, and the run before it starts from that.
     one = peak([*wide(2), convolution(), *wide(2)])
     two = peak([*wide(2), convolution(), *wide(2), convolution(), *wide(2)])
-    assert 1 <= two - one < 1.2  # beside it, gradients of weights and statistics
+    assert 1 <= two - one < 1.2  # and gradients of weights and statistics
     assert one <= peak([*wide(4), convolution(), *wide(4)]) < one + 0.2
 
 
 def test_a_hook_that_changes_the_output_of_a_layer_counts(error):
     net = LayerChain(*units(2)).double()
     net[2].register_forward_hook(lambda module, args, out: out * 2)
-    xs = inputs(net)
-    assert error(differentiate(net, xs, "invert"), differentiate(net, xs, "store")) < 1e-8
+    assert_stored_gradients(net, error)
 
 
 def test_exact_chains_stay_bit_identical():
@@ -460,10 +418,8 @@ def test_exact_chains_stay_bit_identical():
 
 def test_autocast(error):
     for net in (LayerChain(*wide(2)), ReversibleChain([nn.Sequential(*wide(2)) for _ in range(2)])):
-        xs = inputs(net, WIDE, torch.float32)
-        grads = []
-        for mode in ("store", "invert"):
-            net.schedule = mode
+        xs, grads = inputs(net, WIDE, torch.float32), []
+        for net.schedule in ("store", "invert"):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = loss_of(net, xs)
             grads.append(torch.autograd.grad(loss, [*xs, *net.parameters()]))
@@ -539,13 +495,11 @@ def test_layers_that_do_not_keep_to_the_rules_are_named():
 
 def noisy(slope, depth, seed=0):
     torch.manual_seed(seed)
-    layers = []
-    for _ in range(depth):
-        layer = InvertibleBatchNorm2d(8)
-        nn.init.normal_(layer.weight)
-        nn.init.normal_(layer.bias)
-        layers += [CoupledConv2d(8), layer, InvertibleLeakyReLU(slope)]
-    return LayerChain(*layers)
+    net = LayerChain(*[each for _ in range(depth) for each in (*wide(1)[:2], InvertibleLeakyReLU(slope))])
+    for norm in net[1::3]:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    return net
 
 
 def test_noise_that_reaches_the_signal_is_announced_once_with_anchors(error):
@@ -553,25 +507,13 @@ def test_noise_that_reaches_the_signal_is_announced_once_with_anchors(error):
     xs = inputs(net, WIDE, torch.float32)
     message = (
         r"Rebuilding 18 layers in torch\.float32, one by one from the output of 17, .* until the input of 0 has a "
-        r"signal-to-noise ratio of 6e-06 .*\. Set the mode of 8 to 'recompute'"
+        r"signal-to-noise ratio of 2e-05 .*\. Set the mode of 5 to 'recompute'"
     )
     with pytest.warns(UserWarning, match=message):
         net(*xs)
     loss_of(net, xs).backward()  # as predicted, so it is no error; and not announced again
-    anchored = ["recompute" if name == "8" else "invert" for name, _ in net.named_children()]
+    anchored = ["recompute" if name == "5" else "invert" for name, _ in net.named_children()]
     assert error(differentiate(net, xs, anchored), differentiate(net, xs, "store")) < 0.1
-
-
-def test_a_network_that_is_gone_is_remembered_no_longer():
-    """Another one that comes to lie where it was is announced, too."""
-    seen, layers = Seen(), [nn.Identity(), nn.Identity()]
-    seen.add(torch.float32, layers)
-    assert seen.has(torch.float32, layers)
-    assert not seen.has(torch.float64, layers)
-    assert not seen.has(torch.float32, layers[:1])
-    assert len(seen) == 1
-    layers.clear()
-    assert len(seen) == 0
 
 
 def test_noise_within_a_step_names_the_step():
@@ -582,13 +524,12 @@ def test_noise_within_a_step_names_the_step():
         net(*inputs(net, WIDE, torch.float32))
 
 
-@pytest.mark.parametrize("slope", [0.1, 0.2])
-def test_noise_of_few_layers_is_not_announced(slope):
-    net = noisy(slope, 3)
+def test_noise_of_few_layers_is_not_announced():
+    net = noisy(0.1, 3)
     loss_of(net, inputs(net, WIDE, torch.float32)).backward()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_bound_of_the_tripwire_is_the_predicted_growth(seed, monkeypatch):
     """What is rebuilt differs by no more than predicted, and by more than without what the layers amplify."""
     judged = []
@@ -612,22 +553,14 @@ def test_the_bound_of_the_tripwire_is_the_predicted_growth(seed, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "depth"), [(torch.float32, 12), (torch.float64, 24)])
 def test_noise_that_drowns_the_signal_is_announced_and_no_error(dtype, depth):
-    torch.manual_seed(0)
-    net = LayerChain(*[layer for _ in range(depth) for layer in wide(1)]).to(dtype)
+    net = LayerChain(*wide(depth)).to(dtype)
     with pytest.warns(UserWarning, match=r"until the input of 0 has a signal-to-noise ratio of .*Set the mode of \d+ to"):
         loss = loss_of(net, inputs(net, WIDE, dtype))
     loss.backward()
 
 
-class Elu(nn.Module):
+class Elu(nn.ELU):
     """Somebody's layer with a number that is called alpha, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.alpha = 0.5
-
-    def forward(self, x):
-        return nn.functional.elu(x, self.alpha)
 
     def inverse(self, y):
         return torch.where(y > 0, y, (y / self.alpha).log1p())
@@ -635,9 +568,8 @@ class Elu(nn.Module):
 
 def test_a_number_called_alpha_is_no_formula(error):
     net = LayerChain(Affine(), Elu(), CoupledConv2d(4)).double()
-    xs = inputs(net)
-    assert error(differentiate(net, xs, "invert"), differentiate(net, xs, "store")) < 1e-8
-    assert [layer.formula for layer in revzoo.measure_numerics(net, xs[0].detach()).layers] == [None] * 3
+    assert_stored_gradients(net, error)
+    assert [layer.formula for layer in revzoo.measure_numerics(net, torch.randn(SHAPE).double()).layers] == [None] * 3
 
 
 class Unpredicted(InvertibleLeakyReLU):
@@ -656,10 +588,9 @@ def test_errors_that_nobody_predicted_and_that_grow_are_not_called_another_run()
         loss.backward()
 
 
-@pytest.mark.parametrize("place", [4, 12, 24])
+@pytest.mark.parametrize("place", [4, 24])
 def test_in_a_chain_that_amplifies_an_inverse_that_does_not_fit_is_noticed(place):
-    torch.manual_seed(0)
-    layers = [layer for _ in range(8) for layer in wide(1)]
+    layers = wide(8)
     layers.insert(place, Wrong())
     net = LayerChain(*layers).double()
     loss = loss_of(net, inputs(net, WIDE))
@@ -669,7 +600,7 @@ def test_in_a_chain_that_amplifies_an_inverse_that_does_not_fit_is_noticed(place
 
 def test_on_a_device_the_predicted_growth_is_not_read(monkeypatch):
     """Played by a CPU whose numbers nobody reads before they have been copied to the host."""
-    for module in (call_watch, fingerprint, device, layer_update):
+    for module in (call_watch, fingerprint, device, layer_call):
         monkeypatch.setattr(module, "can_read_now", lambda x: False)
     monkeypatch.setattr(device, "_record_event", lambda device: Mock())
     judged = []

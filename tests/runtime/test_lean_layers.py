@@ -24,21 +24,11 @@ from revzoo.runtime import (
 )
 from revzoo.runtime.layer_chain import run_layers_apart
 from revzoo.runtime.layer_rules import Layer
-
-SHAPE = (2, 4, 4, 4)
+from tests.runtime.test_layerwise import SHAPE, assert_stored_gradients, differentiate, inputs, loss_of
 
 
 def unit(width=4):
     return [CoupledConv2d(width), InvertibleBatchNorm2d(width), InvertibleLeakyReLU(0.2)]
-
-
-def differentiate(net, schedule, loss=lambda ys: sum(y.sin().sum() for y in ys)):
-    """Return the gradients of a loss over the outputs."""
-    net.schedule = schedule
-    torch.manual_seed(1)
-    xs = [torch.randn(SHAPE, dtype=torch.float64).requires_grad_() for _ in range(1 + isinstance(net, ReversibleChain))]
-    ys = net(*xs)
-    return torch.autograd.grad(loss(ys if isinstance(ys, tuple) else (ys,)), [*xs, *net.parameters()])
 
 
 class Operations(TorchDispatchMode):
@@ -65,7 +55,7 @@ class Operations(TorchDispatchMode):
 def test_no_norm_runs_again_for_its_gradient(make, norms, convolutions):
     net = make().double()
     with Operations() as operations:
-        differentiate(net, "invert")
+        loss_of(net, inputs(net)).backward()
     assert (operations.counts["native_batch_norm"], operations.counts["convolution"]) == (norms, convolutions)
 
 
@@ -83,9 +73,10 @@ class Counted(nn.Module):
 def test_a_call_that_saves_inputs_and_parameters_alone_is_not_run_again(error):
     convolution, deep = Counted(nn.Conv2d(4, 4, 1)), Counted(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Tanh()))
     net = LayerChain(convolution, deep).double()
-    got = differentiate(net, "recompute")
+    xs = inputs(net)
+    got = differentiate(net, xs, "recompute")
     assert (len(convolution.calls), len(deep.calls)) == (1, 2)
-    assert error(got, differentiate(net, "store")) == 0
+    assert error(got, differentiate(net, xs, "store")) == 0
 
 
 class KeepsOutput(torch.autograd.Function):
@@ -119,65 +110,54 @@ class Tanh(nn.Module):
 def test_a_layer_that_saves_its_output_has_it_handed_over(ahead, error):
     layers = [CoupledConv2d(4), Tanh(), InvertibleLeakyReLU(0.2), CoupledConv2d(4), Tanh()]
     net = LayerChain(*layers).double()
-    expected = differentiate(net, "store")
     net.lookahead = ahead
-    before = layers[1].calls
-    assert error(differentiate(net, "invert"), expected) < 1e-10
-    assert layers[1].calls == before + 1
+    assert_stored_gradients(net, error, 1e-10)
+    assert layers[1].calls == 2  # one in each mode
     steps = ReversibleChain([nn.Sequential(*layers), nn.Sequential(CoupledConv2d(4), Tanh())], lookahead=ahead).double()
-    assert error(differentiate(steps, "invert"), differentiate(steps, "store")) < 1e-10
+    assert_stored_gradients(steps, error, 1e-10)
 
 
-class Flipped(InvertibleLeakyReLU):
-    """No longer channel by channel."""
+def override(kind, forward=lambda y: y, inverse=None, method="forward"):
+    """Return a subclass that changes what a layer returns, and undoes that in its inverse if that is given."""
 
-    def forward(self, x):
-        return super().forward(x).flip(1)
+    def own_forward(self, x):
+        return forward(getattr(super(changed, self), method)(x))
 
-    def inverse(self, y):
-        return super().inverse(y.flip(1))
-
-
-class Doubled(CoupledConv2d):
-    """No longer a sum."""
-
-    def forward(self, x):
-        return super().forward(x) * 2
-
-    def inverse(self, y):
-        return super().inverse(y / 2)
+    methods = {method: own_forward}
+    if inverse is not None:
+        methods["inverse"] = lambda self, y: super(changed, self).inverse(inverse(y))
+    changed = type(f"Other{kind.__name__}", (kind,), methods)
+    return changed
 
 
-def test_subclasses_that_do_something_else_are_taken_as_they_are(error):
-    own = InvertibleLeakyReLU(0.2)
-    own.forward = lambda x: InvertibleLeakyReLU.forward(own, x).flip(1)
-    own.inverse = lambda y: InvertibleLeakyReLU.inverse(own, y.flip(1))
-    for layer in (Flipped(0.2), Doubled(4), own):
-        net = LayerChain(CoupledConv2d(4), layer, *unit()).double()
-        assert error(differentiate(net, "invert"), differentiate(net, "store")) < 1e-12
+def flip(x):
+    return x.flip(1)
 
 
-class DoubledNorm(InvertibleBatchNorm2d):
-    def forward(self, x):
-        return super().forward(x) * 2
+def double(x):
+    return x * 2
 
 
-class DoubledCall(InvertibleBatchNorm2d):
-    def __call__(self, x):
-        return super().__call__(x) * 2
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: override(InvertibleLeakyReLU, flip, flip)(0.2),  # no longer channel by channel
+        lambda: override(CoupledConv2d, double, lambda y: y / 2)(4),  # no longer a sum
+        lambda: override(InvertibleBatchNorm2d, double)(4),
+        lambda: override(InvertibleBatchNorm2d, double, method="__call__")(4),
+        lambda: override(CoupledConv2d, double)(4),
+    ],
+)
+def test_subclasses_that_do_something_else_are_taken_as_they_are_or_stored(layer, error):
+    assert_stored_gradients(LayerChain(*unit(), layer(), *unit()).double(), error, 1e-10)
 
 
-class DoubledForward(CoupledConv2d):
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
-def test_a_forward_that_was_overridden_without_its_inverse_is_stored(error):
-    own = InvertibleBatchNorm2d(4)
-    own.forward = lambda x: InvertibleBatchNorm2d.forward(own, x) * 2
-    for layer in (DoubledNorm(4), DoubledCall(4), DoubledForward(4), own):
-        net = LayerChain(*unit(), layer, *unit()).double()
-        assert error(differentiate(net, "invert"), differentiate(net, "store")) < 1e-10
+def test_a_method_of_one_layer_alone_counts_as_that_of_a_subclass(error):
+    relu, norm = InvertibleLeakyReLU(0.2), InvertibleBatchNorm2d(4)
+    relu.forward = lambda x: InvertibleLeakyReLU.forward(relu, x).flip(1)
+    relu.inverse = lambda y: InvertibleLeakyReLU.inverse(relu, y.flip(1))
+    norm.forward = lambda x: InvertibleBatchNorm2d.forward(norm, x) * 2
+    assert_stored_gradients(LayerChain(*unit(), relu, *unit(), norm, *unit()).double(), error, 1e-10)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -199,20 +179,9 @@ def test_norms_and_pools_before_the_first_convolution_in_halves(pool, channels, 
     assert operations.counts["native_batch_norm"] == halves + 2
 
 
-class FlippedPool(PixelUnshuffle):
-    """No longer channel by channel."""
-
-    def forward(self, x):
-        return super().forward(x).flip(1)
-
-    def inverse(self, y):
-        return super().inverse(y.flip(1))
-
-
 def test_a_pool_that_mixes_halves_is_run_on_all_channels(error):
-    for pool in (FlippedPool(), SpaceToDepth()):
-        net = LayerChain(*unit(), pool, *unit(16)).double()
-        assert error(differentiate(net, "invert"), differentiate(net, "store")) < 1e-10
+    for pool in (override(PixelUnshuffle, flip, flip)(), SpaceToDepth()):
+        assert_stored_gradients(LayerChain(*unit(), pool, *unit(16)).double(), error, 1e-10)
 
 
 class SaveView(torch.autograd.Function):
@@ -263,17 +232,11 @@ class Scale(nn.Module):
         return y / self.scale
 
 
-@pytest.mark.parametrize("channels", [1, 2, 4])
+@pytest.mark.parametrize("channels", [1, 2])
 def test_numbers_of_single_channels_see_all_channels(channels, error):
     """A half of two channels would be spread over both."""
-    width = max(channels, 2)
-    net = LayerChain(CoupledConv2d(width), Scale(channels), CoupledConv2d(width)).double()
-    x = torch.randn(2, width, 4, 4, dtype=torch.float64)
-    grads = []
-    for schedule in ("store", "invert"):
-        net.schedule = schedule
-        grads.append(torch.autograd.grad(net(x).sin().sum(), list(net.parameters())))
-    assert error(grads[1], grads[0]) < 1e-10
+    net = LayerChain(CoupledConv2d(2), Scale(channels), CoupledConv2d(2)).double()
+    assert_stored_gradients(net, error, 1e-10, shape=(2, 2, 4, 4))
 
 
 class Holding(nn.Module):
@@ -295,15 +258,12 @@ def test_what_somebody_else_holds_is_not_changed(make, error):
     holding = [Holding() for _ in range(4)]
     net = make(Coupled(*holding[:2]), InvertibleLeakyReLU(0.2), Coupled(*holding[2:])).double()
 
-    def loss(ys):
-        held = [x for each in holding for x, _ in each.held]
-        return sum(x.sin().square().sum() for x in (*ys, *held))
-
-    grads = []
-    for schedule in ("store", "invert"):
+    xs, grads = inputs(net), []
+    for net.schedule in ("store", "invert"):
         for each in holding:
             each.held.clear()
-        grads.append(differentiate(net, schedule, loss))
+        loss = loss_of(net, xs) + sum(x.sin().square().sum() for each in holding for x, _ in each.held)
+        grads.append(torch.autograd.grad(loss, [*xs, *net.parameters()]))
     assert error(grads[1], grads[0]) < 1e-10
     held = [pair for each in holding for pair in each.held]
     assert len(held) > 2 * 4  # of the second runs too

@@ -12,16 +12,9 @@ from revzoo.bijection import Bijection, SpaceToDepth
 from revzoo.runtime import LiveBytes, ReversibleChain
 from revzoo.runtime.coupling import dual_residual, momentum
 
-MODES = [
-    "recompute",
-    "selective",
-    "invert",
-    ["invert", "invert", "store", "invert"],
-    ["recompute", "invert", "invert", "invert"],
-]
+MODES = ["recompute", "selective", "invert", ["recompute", "invert", "store", "invert"]]
 EXACT = {
     "additive": ("additive", True),
-    "midpoint": ("midpoint", True),
     "leapfrog": ("leapfrog", True),
     "momentum": (momentum(kept_bits=3, gain=1.0), False),
     "dual_residual": (dual_residual(kept_bits=2), False),
@@ -44,16 +37,6 @@ class Transposed(nn.Module):
 
     def forward(self, w: Tensor) -> Tensor:
         return self.linear(w.transpose(1, 2)).tanh().transpose(1, 2)
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int = 32):
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 4, batch_first=True)
-
-    def forward(self, w: Tensor) -> Tensor:
-        w = self.norm(w)
-        return self.attention(w, w, w, need_weights=False)[0]
 
 
 class ConvNeXtBranch(nn.Module):
@@ -81,11 +64,10 @@ class Alternating(nn.Module):
 
 FUNCTIONS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
     "transposed": (lambda k: Transposed(), (4, 24, 24)),
-    "attention": (lambda k: Attention(), (3, 50, 32)),
-    "convnext": (lambda k: ConvNeXtBranch(), (2, 16, 10, 10)),
-    "conv": (lambda k: conv(), (2, 16, 14, 14)),
+    "convnext": (lambda k: ConvNeXtBranch(), (2, 16, 7, 7)),
+    "conv": (lambda k: conv(), (2, 16, 7, 7)),
     "one_pixel": (lambda k: conv(), (4, 16, 1, 1)),
-    "alternating": (lambda k: Alternating((torch.channels_last, torch.contiguous_format)[k // 2 % 2]), (2, 16, 14, 14)),
+    "alternating": (lambda k: Alternating((torch.channels_last, torch.contiguous_format)[k // 2 % 2]), (2, 16, 7, 7)),
 }
 FORMATS = {
     "contiguous": lambda x: x,
@@ -103,21 +85,11 @@ def streams_in(name: str, shape: tuple[int, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("coupling", ["additive", "leapfrog", "dual_residual"])
-@pytest.mark.parametrize("memory_format", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    ("coupling", "memory_format"),
+    [("additive", "contiguous"), ("leapfrog", "channels_last"), ("dual_residual", "batch_last"), ("momentum", "gaps")],
+)
 def test_exact_modes_are_bit_identical_whatever_the_strides(function, coupling, memory_format, gradients):
-    check_every_mode(function, coupling, memory_format, gradients)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("coupling", EXACT)
-@pytest.mark.parametrize("memory_format", FORMATS)
-def test_exact_modes_are_bit_identical_in_every_combination(function, coupling, memory_format, gradients):
-    check_every_mode(function, coupling, memory_format, gradients)
-
-
-def check_every_mode(function: str, coupling: str, memory_format: str, gradients: Callable[..., list[Tensor]]) -> None:
     make, shape = FUNCTIONS[function]
     chain = ReversibleChain([make(k) for k in range(4)], *EXACT[coupling])
     if len(shape) == 4 and memory_format != "contiguous":
@@ -168,28 +140,22 @@ class ToColumns(Bijection):
 
 
 @pytest.mark.parametrize("bijection", [SpaceToDepth, ToColumns])
-def test_states_in_front_of_a_bijection_get_their_strides_back(bijection, gradients):
+def test_states_before_a_bijection_get_their_strides_back(bijection, gradients):
     wide = 64 if bijection is SpaceToDepth else 16
-    front, behind = ([conv(width) for _ in range(2)] for width in (16, wide))
-    chain = ReversibleChain([*front, bijection(), *behind], exact=True).to(memory_format=torch.channels_last)
+    before, after = ([conv(width) for _ in range(2)] for width in (16, wide))
+    chain = ReversibleChain([*before, bijection(), *after], exact=True).to(memory_format=torch.channels_last)
     inputs = streams_in("channels_last", (2, 16, 8, 8))
     stored = gradients(chain, inputs, "store")
     assert all(torch.equal(a, b) for a, b in zip(gradients(chain, inputs, "invert"), stored, strict=True))
 
 
-@pytest.mark.parametrize("memory_format", ["channels_last", "mixed"])
-def test_irevnet_digits_is_bit_identical_in_channels_last(memory_format):
-    grads = {}
-    images, labels = torch.randn(4, 1, 8, 8), torch.arange(4)
-    for mode in ("store", "recompute", "selective", "invert"):
-        torch.manual_seed(0)
-        model = revzoo.create("irevnet_digits", exact=True).to(memory_format=torch.channels_last)
-        model.schedule = mode
-        x = images.to(memory_format=torch.channels_last) if memory_format == "channels_last" else images
-        F.cross_entropy(model(x), labels).backward()
-        grads[mode] = [p.grad for p in model.parameters()]
-    for mode in ("recompute", "selective", "invert"):
-        assert all(torch.equal(a, b) for a, b in zip(grads[mode], grads["store"], strict=True)), mode
+def test_irevnet_digits_is_bit_identical_in_channels_last():
+    model = revzoo.create("irevnet_digits", exact=True).to(memory_format=torch.channels_last)
+    images, grads = torch.randn(4, 1, 8, 8).to(memory_format=torch.channels_last), []
+    for model.schedule in ("store", "selective", "invert"):
+        grads.append(torch.autograd.grad(F.cross_entropy(model(images), torch.arange(4)), list(model.parameters())))
+    assert all(map(torch.equal, grads[1], grads[0]))
+    assert all(map(torch.equal, grads[2], grads[0]))
 
 
 class Scaled(nn.Module):

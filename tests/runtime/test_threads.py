@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,48 +14,38 @@ from torch import Tensor, nn
 from revzoo.errors import RecoveryError
 from revzoo.runtime import ReversibleChain, conditions, forward
 
-DROPPING = ["invert", "recompute", "selective", ["invert", "recompute", "invert", "invert"]]
+DROPPING = ["invert", "selective", ["invert", "recompute", "invert", "invert"]]
 
 
 def run_in_threads(*functions: Callable[[], object]) -> None:
     """Run functions at the same time; raise what one of them raises."""
-    errors: list[BaseException] = []
-
-    def call(function: Callable[[], object]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=call, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(functions)) as executor:
+        for future in [executor.submit(function) for function in functions]:
+            future.result()
 
 
 class Slow(nn.Module):
     """Draw a mask, and let other threads run before and after it."""
 
-    def __init__(self):
+    def __init__(self, draws: bool = True):
         super().__init__()
         self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.draws = draws
         self.masks: list[Tensor] = []
 
     def forward(self, w: Tensor) -> Tensor:
         time.sleep(random.random() / 2000)
-        mask = torch.rand_like(w)
+        mask = torch.rand_like(w) if self.draws else torch.ones_like(w)
         self.masks.append(mask.detach())
         time.sleep(random.random() / 2000)
         return self.norm(self.linear(w) * mask).tanh()
 
 
 @pytest.mark.parametrize("schedule", DROPPING, ids=str)
-def test_two_models_with_random_masks_in_two_threads(schedule):
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_two_models_in_two_threads(schedule, lookahead):
     """What a thread draws depends on the other one, so each second run is compared with its first run."""
-    chains = [ReversibleChain([Slow() for _ in range(4)]) for _ in range(2)]
+    chains = [ReversibleChain([Slow(draws=not lookahead) for _ in range(4)], lookahead=lookahead) for _ in range(2)]
 
     def train(chain: ReversibleChain) -> None:
         chain.schedule = schedule
@@ -71,8 +62,9 @@ def test_two_models_with_random_masks_in_two_threads(schedule):
 
 
 @pytest.mark.parametrize("schedule", DROPPING, ids=str)
-def test_two_threads_differentiate_one_graph(schedule):
-    chain = ReversibleChain([Slow() for _ in range(4)]).double()
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_two_threads_differentiate_one_graph(schedule, lookahead):
+    chain = ReversibleChain([Slow(draws=not lookahead) for _ in range(4)], lookahead=lookahead).double()
     chain.schedule = schedule
     x1, x2 = torch.randn(2, 5, 6).double().unbind()
     y1, y2 = chain(x1, x2)
@@ -88,8 +80,7 @@ def test_two_threads_differentiate_one_graph(schedule):
     run_in_threads(differentiate, differentiate)
     assert len(gradients) == 10
     for each in gradients:
-        for a, b in zip(each, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(each, expected, rtol=1e-9, atol=1e-9)
     assert all(now is then for now, (then, _) in zip(chain.buffers(), buffers, strict=True))
     assert all(torch.equal(then, value) for then, value in buffers)
 
@@ -139,20 +130,16 @@ def test_where_processes_communicate_threads_do_not_wait_for_each_other(monkeypa
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_process_forked_while_another_thread_runs_a_step_need_not_wait_for_it():
     held = forward.take_turn(torch.device("cpu"))
-    pids = []
 
     def fork() -> None:
         pid = os.fork()
         if pid == 0:
             free = forward._turns.get(torch.device("cpu"), threading.RLock()).acquire(blocking=False)
             os._exit(0 if free else 1)
-        pids.append(pid)
+        assert os.waitpid(pid, 0)[1] == 0
 
-    thread = threading.Thread(target=fork)
-    thread.start()
-    thread.join()
+    run_in_threads(fork)
     held.release()
-    assert os.waitpid(pids[0], 0)[1] == 0
 
 
 def test_a_random_stream_that_cannot_be_read_leaves_no_thread_waiting(monkeypatch):
@@ -166,13 +153,9 @@ def test_a_random_stream_that_cannot_be_read_leaves_no_thread_waiting(monkeypatc
         patch.setattr(conditions.RandomState, "rewind", fail)
         with pytest.raises(RuntimeError, match="no state"):
             (y1 * y2).sum().backward()
-    free: list[bool] = []
 
-    def try_to_take() -> None:
-        lock = forward._turns[torch.device("cpu")]
-        if lock.acquire(blocking=False):
-            lock.release()
-            free.append(True)
+    def take() -> None:
+        assert forward._turns[torch.device("cpu")].acquire(blocking=False)
+        forward._turns[torch.device("cpu")].release()
 
-    run_in_threads(try_to_take)
-    assert free == [True]
+    run_in_threads(take)
