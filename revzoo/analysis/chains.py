@@ -1,17 +1,35 @@
 """The chains in a model: all of it that has a schedule."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal, Protocol, cast, runtime_checkable
 
 from torch import nn
 
-from revzoo.in_place.chain import BlockChain, get_step
-from revzoo.model.network import Model
-from revzoo.runtime.chain import ReversibleChain
-from revzoo.runtime.layer_chain import LayerChain
+from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.mode import Mode
 
-Chain = Model | ReversibleChain | LayerChain | BlockChain
+if TYPE_CHECKING:
+    from revzoo.in_place.chain import BlockChain
+
+
+@runtime_checkable
+class Chain(Protocol):
+    """What a model of the zoo, a chain of steps or layers, and a list of reversible blocks have in common."""
+
+    lookahead: Literal[0, 1]
+
+    @property
+    def schedule(self) -> list[Mode]:
+        """The mode of every unit; a list, or one mode for all, can be assigned."""
+        ...
+
+    @schedule.setter
+    def schedule(self, modes: Sequence[str] | str) -> None: ...
+
+    def layout(self) -> list[LayoutEntry]:
+        """Return the units in order."""
+        ...
 
 
 def find_chains(model: nn.Module) -> dict[str, Chain]:
@@ -21,17 +39,19 @@ def find_chains(model: nn.Module) -> dict[str, Chain]:
     """
     chains: dict[str, Chain] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Model | ReversibleChain | LayerChain):
+        # A block that was made reversible where it stands has a step in place of its `forward`.
+        chain = getattr(getattr(module.__dict__.get("forward"), "__self__", None), "chain", None)
+        if isinstance(module, Chain):
             chains[name] = module
-        elif (step := get_step(module)) is not None:
-            chains.setdefault(name.rpartition(".")[0], step.chain)
+        elif isinstance(chain, Chain):
+            chains.setdefault(name.rpartition(".")[0], chain)
     return {f"{name}." if name else "": chain for name, chain in chains.items()}
 
 
-def find_block_chains(model: nn.Module) -> dict[str, BlockChain]:
+def find_block_chains(model: nn.Module) -> "dict[str, BlockChain]":
     """Return the chains that `reversible_` made of lists of blocks, by the path of the list."""
     chains = find_chains(model).items()
-    return {prefix.removesuffix("."): chain for prefix, chain in chains if isinstance(chain, BlockChain)}
+    return {prefix.removesuffix("."): cast("BlockChain", chain) for prefix, chain in chains if not isinstance(chain, nn.Module)}
 
 
 def find_steps(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mode]]:
@@ -57,5 +77,5 @@ def preserve_schedules(model: nn.Module) -> Iterator[Callable[[Mode], None]]:
     finally:
         for chain, (schedule, lookahead) in schedules.items():
             chain.schedule = schedule
-            if not isinstance(chain, BlockChain) and chain.lookahead != lookahead:
+            if chain.lookahead != lookahead:
                 chain.lookahead = lookahead

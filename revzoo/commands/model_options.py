@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from revzoo.analysis.dry_run import LossFunction
     from revzoo.model.network import Model
-    from revzoo.planning.profiling.trace import LossFunction
 
 BATCH_HELP = "examples in a batch (default: 32 images, or 8 texts)"
 

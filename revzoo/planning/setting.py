@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from revzoo.analysis.chains import find_block_chains
+from revzoo.analysis.chains import Chain, find_block_chains
 from revzoo.analysis.dry_run import require_module
 from revzoo.errors import InputError
 from revzoo.format import format_dtype
-from revzoo.model.network import Model
 from revzoo.runtime.nested import tensors_in
 
 
@@ -72,7 +71,7 @@ def read_setting(model: nn.Module, batch: Any = None) -> Setting:
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         dtype += f", autocast {format_dtype(torch.get_autocast_dtype(device.type))}"
     return Setting(
-        model=model.spec.name if isinstance(model, Model) else type(model).__name__,
+        model=type(model).__name__ if (spec := _find_spec(model)) is None else spec.name,
         digest=_compute_digest(model),
         dtype=dtype,
         device=f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type,
@@ -87,10 +86,16 @@ def list_shapes(batch: Any) -> list[str]:
     return [f"{list(t.shape)} {format_dtype(t.dtype)}" for t in tensors_in(batch)]
 
 
+def _find_spec(model: nn.Module) -> Any:
+    """Return the spec of a model of the zoo; None for any other module."""
+    return getattr(model, "spec", None) if isinstance(model, Chain) else None
+
+
 def _compute_digest(model: nn.Module) -> str:
     """Hash everything in a model that memory or time depends on."""
+    spec = _find_spec(model)
     facts = (
-        model.spec.digest if isinstance(model, Model) else repr(model),
+        repr(model) if spec is None else spec.digest,
         getattr(model, "couplings", ()),
         [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()],
         [module.training == model.training for module in model.modules()],  # False for a frozen BatchNorm, for example

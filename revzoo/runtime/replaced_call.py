@@ -11,30 +11,27 @@ Runner = Callable[..., Any]
 class _ReplacedCall:
     """What stands in a module in place of its own call."""
 
-    def __init__(self, call: Runner, undo: Callable[[], object]):
+    def __init__(self, call: Runner):
         self._call = call
-        self.undo = undo
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
 
-def replace_call(module: nn.Module, call: Runner, undo: Callable[[], object]) -> None:
+def replace_call(module: nn.Module, call: Runner) -> None:
     """Run `call` in place of the module's own call from now on. It may call `module._call_impl`, which is that.
 
     Args:
         module: any.
         call: takes what the module takes.
-        undo: what else `restore_call` has to do.
     """
-    module._compiled_call_impl = _ReplacedCall(call, undo)
+    module._compiled_call_impl = _ReplacedCall(call)
 
 
 def restore_call(module: nn.Module) -> None:
     """Undo `replace_call`, if it was called."""
-    if isinstance(replaced := module._compiled_call_impl, _ReplacedCall):
+    if is_replaced(module):
         module._compiled_call_impl = None
-        replaced.undo()
 
 
 def is_replaced(module: nn.Module) -> bool:

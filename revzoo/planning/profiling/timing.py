@@ -19,10 +19,9 @@ import torch
 from torch import nn
 
 from revzoo.analysis.chains import preserve_schedules
-from revzoo.analysis.dry_run import call, isolated, leave_autocast
+from revzoo.analysis.dry_run import LossFunction, call, compute_loss, isolated, leave_autocast
 from revzoo.planning.profiling.clock import Clock, Median, combine_spreads, find_median, make_clock, repeat, smooth_rising
 from revzoo.planning.profiling.hooks import StepHooks, assign_schedule, list_units
-from revzoo.planning.profiling.trace import LossFunction, compute_loss
 from revzoo.planning.solvers.problem import Problem, Unit, reprice
 from revzoo.planning.solvers.schedule import peak
 from revzoo.runtime.layer_rules import is_made_of_layers
