@@ -28,6 +28,7 @@ def plan(
     loss: LossFunction | None = ...,
     lookahead: LookaheadOption = ...,
     accumulate: bool = ...,
+    profile: bool = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -40,6 +41,7 @@ def plan(
     loss: LossFunction | None = ...,
     lookahead: LookaheadOption = ...,
     accumulate: bool = ...,
+    profile: bool = ...,
 ) -> Plan | ModulePlan: ...
 def plan(
     model: nn.Module,
@@ -51,6 +53,7 @@ def plan(
     loss: LossFunction | None = None,
     lookahead: LookaheadOption = 0,
     accumulate: bool = False,
+    profile: bool = False,
 ) -> Plan | ModulePlan:
     """Return the fastest plan whose peak is within the budget; its training step is counted before the peak is promised.
 
@@ -68,6 +71,8 @@ def plan(
             leaves enough of the budget for it. 0 for networks that `reversible_` changed and for any other module.
         accumulate: whether steps begin with the gradients of earlier batches, as they do with gradient accumulation. Not for
             any other module.
+        profile: for any other module: run its calls a few times on its device, and choose by their times instead of FLOPs and
+            moved bytes. Models of the zoo and chains are always timed where they can be run.
     Raises:
         InputError: a model, batch, optimizer, budget or lookahead that cannot be used.
         BudgetError: no schedule fits; names the smallest budget that would.
@@ -87,4 +92,4 @@ def plan(
             f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline' and "
             f"lookahead=0. Received: solver={solver!r}, lookahead={lookahead!r}."
         )
-    return plan_module(model, batch, budget, optimizer=optimizer, loss=loss)[0]
+    return plan_module(model, batch, budget, optimizer=optimizer, loss=loss, profile=profile)[0]

@@ -21,6 +21,17 @@ LossFunction = Callable[[Any], Tensor]
 
 
 @contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise MemoryError where PyTorch raises its own errors for too little memory, on a device or on the CPU."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise MemoryError(str(error)) from error
+        raise
+
+
+@contextmanager
 def accumulated_gradients(model: nn.Module) -> Iterator[None]:
     """Let every step inside the block begin with the gradients of earlier batches, as it does with gradient accumulation."""
 

@@ -64,6 +64,11 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "--accumulate", action="store_true", help="count the gradients of earlier batches, which a step adds to"
     )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="for modules that are not the zoo's: time every call on this machine, and plan by time instead of FLOPs",
+    )
     parser.add_argument("--ranks", type=int, metavar="N", help="plan for one of N processes; counted, nothing is run")
     parser.add_argument(
         "--shard",
@@ -113,7 +118,7 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
         torch.manual_seed(0)
         module, batch = create_named_module(name, arguments.batch)
         optimizer = create_optimizer(arguments.optimizer, module)
-        plan, details = plan_module(module, batch, arguments.budget, optimizer=optimizer)
+        plan, details = plan_module(module, batch, arguments.budget, optimizer=optimizer, profile=arguments.profile)
     if arguments.plot is not None:
         from revzoo.graph.figure import plot_module_plan
 
@@ -124,6 +129,7 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
 
 def _plan_of_the_zoo(arguments: argparse.Namespace) -> "Plan":
     """Plan a model of the zoo; print and draw the plan."""
+    _refuse(arguments, "modules that are not of the zoo", "--profile")
     has_range = isinstance(arguments.batch, tuple)
     if arguments.ranks is None:
         _refuse(arguments, "many ranks: add --ranks N", *_OF_RANKS)

@@ -4,7 +4,7 @@
     step_record                             one training step in FakeTensors: what it allocates, saves and computes
     span_choices, nesting, remaking         what may be kept, and which pieces are made again together
     front -> module_planner                 the least work for every budget; the plan is counted before its peak is promised
-    counted_step                            what a planned step does
+    counted_step, call_times                what a planned step does; how long its pieces take
     module_plan                             a plan, saved and applied
     spans -> spanned_graph -> recovery      the graph run by a plan, and what backward makes again
     table, figure                           a plan for the reader

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from revzoo.analysis.dry_run import LossFunction
 from revzoo.analysis.flops import FlopCounterOfReplacedCalls
+from revzoo.graph.call_times import CallTimes
 from revzoo.graph.capture import Capture
 from revzoo.graph.front import Front
 from revzoo.graph.recovery import Observer, Slot
@@ -77,7 +78,7 @@ class Phase:
         kind: "recovery" is the second run of a call in backward.
         call: number of the call; -1 for the loss.
         bytes: the peak of all memory in it.
-        work: FLOPs with moved bytes at 16 each; of a backward twice that of forward.
+        work: nanoseconds where calls were timed, else FLOPs with moved bytes at 16 each; of a backward twice that of forward.
     """
 
     kind: PhaseKind
@@ -93,10 +94,12 @@ class FrontPoint:
     Args:
         peak_bytes: peak of all memory together.
         extra_flops: of one forward and backward, beyond those of storing everything.
+        extra_seconds: likewise; None where nothing was timed.
     """
 
     peak_bytes: int
     extra_flops: int
+    extra_seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,9 @@ def count_step(captured: Capture, spans: Spans, loss: LossFunction | None = None
     return SpannedStep(max(alive), flops.forward + flops.backward, tracer.events, alive, dict(zip(starts, kept, strict=True)))
 
 
-def describe_step(counted: SpannedStep, step: Record, front: Front, *, other_bytes: int) -> PlanDetails:
+def describe_step(
+    counted: SpannedStep, step: Record, front: Front, *, other_bytes: int, more_flops: int, times: CallTimes | None
+) -> PlanDetails:
     """Return what a counted step does, and what others would take.
 
     Args:
@@ -173,13 +178,18 @@ def describe_step(counted: SpannedStep, step: Record, front: Front, *, other_byt
         step: the record of the module.
         front: of all plans.
         other_bytes: alive during the whole step, besides what the record knows.
+        more_flops: of storing everything here than where chains store too.
+        times: of the calls.
     """
     made, needed = [0] * len(step.atoms), [0] * len(step.atoms)
     for storage in step.storages:
         made[storage.born] += storage.bytes
         needed[storage.born] += storage.bytes if storage.saved_by else 0
-    forward = [flops + FLOPS_PER_BYTE * size for flops, size in zip(step.flops, made, strict=True)]
-    backward = [_BACKWARD * each if at >= 0 else 0 for each, at in zip(forward, step.first_unpack, strict=True)]
+    if times is None:
+        forward = [flops + FLOPS_PER_BYTE * size for flops, size in zip(step.flops, made, strict=True)]
+        backward = [_BACKWARD * each if at >= 0 else 0 for each, at in zip(forward, step.first_unpack, strict=True)]
+    else:
+        forward, backward = times.in_nanoseconds()
     phases = []
     ends = [*(start for _, _, start in counted.events[1:]), len(counted.alive)]
     for (kind, call, start), end in zip(counted.events, ends, strict=True):
@@ -192,14 +202,17 @@ def describe_step(counted: SpannedStep, step: Record, front: Front, *, other_byt
         CallDetails(atom.name, flops, kept := counted.kept.get(i, 0), max(0, need - kept), reruns.count(i))
         for i, (atom, flops, need) in enumerate(zip(step.atoms, step.flops, needed, strict=True))
     )
-    return PlanDetails(tuple(calls), tuple(phases), _list_front(front, other_bytes), step.fixed_bytes + other_bytes)
+    return PlanDetails(
+        tuple(calls), tuple(phases), _list_front(front, other_bytes, more_flops, times), step.fixed_bytes + other_bytes
+    )
 
 
-def _list_front(front: Front, other_bytes: int) -> tuple[FrontPoint, ...]:
+def _list_front(front: Front, other_bytes: int, more_flops: int, times: CallTimes | None) -> tuple[FrontPoint, ...]:
     points = front.list_points()
     rows = []
     for k in sorted({round(i * (len(points) - 1) / (_POINTS - 1)) for i in range(_POINTS)}):
         peak, _ = points[k]
         chosen = front.choose(peak) or ()
-        rows.append(FrontPoint(peak + other_bytes, sum(option.flops for option in chosen)))
+        seconds = None if times is None else sum(option.made for option in chosen) / 1e9
+        rows.append(FrontPoint(peak + other_bytes, sum(option.flops for option in chosen) + more_flops, seconds))
     return tuple(rows)

@@ -189,13 +189,16 @@ def _draw_names(
 
 def _draw_other_budgets(axes: Axes, plan: ModulePlan, details: PlanDetails, top: float) -> None:
     """Draw peak against work of the plan, of other budgets, and of storing everything."""
+    stored_seconds = plan.stored_seconds
 
-    def summarize(peak: int, flops: int) -> SchedulePoint:
-        return {"peak_bytes": peak, "extra_flops": flops, "seconds": None}
+    def summarize(peak: int, flops: int, seconds: float | None) -> SchedulePoint:
+        total = None if seconds is None or stored_seconds is None else stored_seconds + seconds
+        return {"peak_bytes": peak, "extra_flops": flops, "seconds": total}
 
-    front = [summarize(point.peak_bytes, point.extra_flops) for point in details.front]
-    others = {"all stored": summarize(plan.no_recompute_peak_bytes, 0)}
-    draw_front(axes, summarize(plan.peak_bytes, plan.extra_flops), plan.budget_bytes, front, others, top, plan.total_flops)
+    planned: SchedulePoint = {"peak_bytes": plan.peak_bytes, "extra_flops": plan.extra_flops, "seconds": plan.seconds}
+    stored = summarize(plan.no_recompute_peak_bytes, 0, None if stored_seconds is None else 0.0)
+    front = [summarize(point.peak_bytes, point.extra_flops, point.extra_seconds) for point in details.front]
+    draw_front(axes, planned, plan.budget_bytes, front, {"all stored": stored}, top, plan.total_flops)
 
 
 def _draw_legend(figure: Figure, calls: Sequence[CallDetails]) -> None:

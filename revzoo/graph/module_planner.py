@@ -1,7 +1,8 @@
 """From any module and a budget to a plan: capture its graph, record a step, choose spans, and count the planned step."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,18 +12,23 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from revzoo.analysis.chains import Chain, find_chains, preserve_schedules
 from revzoo.analysis.dry_run import LossFunction
 from revzoo.analysis.optimizer_step import OptimizerBytes, count_optimizer
-from revzoo.errors import BudgetError
+from revzoo.errors import BudgetError, join_names
 from revzoo.format import format_bytes
+from revzoo.graph.call_times import CallTimes, assign_times, measure_graphs
 from revzoo.graph.capture import Capture, capture
 from revzoo.graph.counted_step import PlanDetails, SpannedStep, count_step, describe_step
 from revzoo.graph.front import Front, find_front
-from revzoo.graph.module_plan import GraphPlan, ModulePlan
+from revzoo.graph.module_plan import GraphPlan, ModulePlan, set_schedules
 from revzoo.graph.spans import Spans
 from revzoo.graph.step_record import Record, record
 from revzoo.planning.budget import count_model_bytes, parse_budget
 from revzoo.planning.setting import Setting, read_setting
+from revzoo.runtime.mode import Mode
+
+Schedules = Mapping[str, list[Mode]]
 
 
 def plan_module(
@@ -32,6 +38,7 @@ def plan_module(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
+    profile: bool = False,
 ) -> tuple[ModulePlan, PlanDetails]:
     """Return the plan with the least work whose counted peak is within the budget, and what its step does call by call.
 
@@ -42,16 +49,38 @@ def plan_module(
             with at most one more forward.
         optimizer: its state is part of every peak, and its update may be the peak.
         loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
+        profile: run the module's calls a few times on its device, and choose by their times instead of FLOPs and moved bytes;
+            schedules of reversible chains in it are compared by FLOPs.
     Raises:
         InputError: a module, batch, optimizer or budget that cannot be used.
         BudgetError: no plan fits; names the smallest budget that would.
+        MemoryError: with `profile`, not even the forward fits.
     """
     setting, taken = read_setting(module, batch), count_optimizer(module, optimizer)
     if budget is not None:
         device = next(module.parameters()).device
         budget = parse_budget(budget, device, count_model_bytes(module))  # a wrong one is refused before anything is captured
-    with _capture(module, batch, loss) as (captured, step):
-        return _Planner(captured, step, taken, loss, setting).plan(budget)
+    base: Record | None = None
+    plans: list[tuple[ModulePlan, PlanDetails]] = []
+    refusals: list[tuple[int, BudgetError]] = []
+    with preserve_schedules(module):
+        for schedules in _list_schedules(module):
+            set_schedules(module, schedules)
+            measured = measure_graphs(module, batch) if profile else None
+            with _capture(module, batch, loss) as (captured, step):
+                base = base or step
+                times = None if measured is None else assign_times(measured, captured.calls)
+                planner = _Planner(captured, step, base, taken, loss, setting, schedules, times)
+                try:
+                    if (plan := planner.plan(budget)) is not None:
+                        plans.append(plan)
+                except BudgetError as error:
+                    refusals.append((planner.least_peak, error))
+    if not plans:
+        raise min(refusals, key=lambda each: each[0])[1]
+    best, details = min(plans, key=lambda each: each[0].peak_bytes if budget is None else each[0].extra_flops)
+    least = min([*(each.min_peak_bytes for each, _ in plans), *(least for least, _ in refusals)])
+    return replace(best, min_peak_bytes=least), details
 
 
 def reforward(
@@ -82,6 +111,38 @@ def reforward(
     return module
 
 
+def _list_schedules(module: nn.Module) -> Iterator[Schedules]:
+    """Yield the schedules to plan with for a module that holds reversible chains, by path of the chain.
+
+    A chain whose units all store is captured together with the code around it, so spans may lie in it. A chain that inverts or
+    recomputes runs between graphs, as it would without a plan. Which is better depends on the budget, so both are planned, and
+    so is a third schedule, where only the first half of all units keeps its present modes. A chain on a grid keeps its
+    schedule: if it were captured, its rounding would keep more. Of nested chains, the outermost has the schedule.
+    """
+    outermost: dict[str, Chain] = {}
+    for prefix, chain in find_chains(module).items():
+        if not prefix.startswith(tuple(outermost)):
+            outermost[prefix] = chain
+    own = {
+        prefix.removesuffix("."): chain.schedule
+        for prefix, chain in outermost.items()
+        if isinstance(chain, nn.Module) and not _is_on_grid(chain)
+    }
+    units = [(path, mode) for path, modes in own.items() for mode in modes]
+    tried: list[Schedules] = []
+    for count in (0, len(units) // 2, len(units)):  # of the first units, which keep their modes
+        schedules: dict[str, list[Mode]] = {path: [] for path in own}
+        for number, (path, mode) in enumerate(units):
+            schedules[path].append(mode if number < count else Mode.STORE)
+        if schedules not in tried:
+            tried.append(schedules)
+            yield schedules
+
+
+def _is_on_grid(chain: nn.Module) -> bool:
+    return any(getattr(m, "exact", False) or any(c.is_exact for c in getattr(m, "couplings", ())) for m in chain.modules())
+
+
 @contextmanager
 def _capture(module: nn.Module, batch: Any, loss: LossFunction | None) -> Iterator[tuple[Capture, Record]]:
     """Yield a captured module and its recorded step; with values where backward, a hook or the loss reads them."""
@@ -98,30 +159,39 @@ def _capture(module: nn.Module, batch: Any, loss: LossFunction | None) -> Iterat
 
 @dataclass(frozen=True)
 class _Planner:
-    """Plans a captured module.
+    """Plans a captured module with some schedules of its chains.
 
     Args:
         captured: the module.
         step: its record.
+        base: the record of the step that stores everything, in its chains too.
         optimizer: what the optimizer takes.
         loss: as for `plan_module`.
         setting: what plans hold for.
+        schedules: of the chains in the module.
+        times: of the calls; None where FLOPs are the price.
     """
 
     captured: Capture
     step: Record
+    base: Record
     optimizer: OptimizerBytes
     loss: LossFunction | None
     setting: Setting
+    schedules: Schedules
+    times: CallTimes | None
 
-    def plan(self, budget: int | None) -> tuple[ModulePlan, PlanDetails]:
-        """Return the plan for a budget.
+    def plan(self, budget: int | None) -> tuple[ModulePlan, PlanDetails] | None:
+        """Return the plan for a budget; None if without one nothing takes at most one more forward.
 
         Raises:
             BudgetError: no plan fits.
         """
         if budget is None:
-            spans = self.front.make_spans(self.front.choose_least(sum(self.step.flops)))
+            most_flops = sum(self.base.flops) - (self.step.total_flops - self.base.total_flops)
+            if most_flops < 0:
+                return None
+            spans = self.front.make_spans(self.front.choose_least(most_flops))
             counted = count_step(self.captured, spans, self.loss)
             return self._make_plan(spans, counted, self._add_optimizer(counted.peak_bytes))
         stored_peak = self._add_optimizer(self.step.peak_bytes)
@@ -132,11 +202,11 @@ class _Planner:
         counted = count_step(self.captured, stored, self.loss)
         notes = [f"Everything is stored: the budget is above the {format_bytes(stored_peak)} that this takes."]
         nothing = Spans(atoms, (), frozenset(), frozenset())  # is recovered
-        return self._make_plan(nothing, counted, budget, notes)
+        return self._make_plan(nothing, counted, budget, notes if self.base is self.step else [])
 
     @cached_property
     def front(self) -> Front:
-        return find_front(self.step)
+        return find_front(self.step, nanoseconds=None if self.times is None else self.times.in_nanoseconds()[0])
 
     @property
     def least_peak(self) -> int:
@@ -178,28 +248,42 @@ class _Planner:
     def _make_plan(
         self, spans: Spans, counted: SpannedStep, budget: int, notes: Sequence[str] = ()
     ) -> tuple[ModulePlan, PlanDetails]:
-        peak = self._add_optimizer(counted.peak_bytes)
+        peak, more_flops = self._add_optimizer(counted.peak_bytes), self.step.total_flops - self.base.total_flops
+        seconds = stored_seconds = spread = None
+        if self.times is not None and self.base is self.step:
+            stored_seconds, spread = self.times.step
+            seconds = stored_seconds + sum(self.times.forward[i].seconds for i in counted.reruns)
         plan = ModulePlan(
             graphs=tuple(GraphPlan.of(each.digest, spans.take(each.numbers)) for each in self.captured.calls),
+            schedules=tuple((path, tuple(modes)) for path, modes in self.schedules.items()),
             peak_bytes=peak,
             budget_bytes=budget,
-            extra_flops=counted.flops - self.step.total_flops,
-            total_flops=self.step.total_flops,
+            extra_flops=counted.flops - self.base.total_flops,
+            total_flops=self.base.total_flops,
             min_peak_bytes=min(self.least_peak, peak),
-            no_recompute_peak_bytes=self._add_optimizer(self.step.peak_bytes),
+            no_recompute_peak_bytes=self._add_optimizer(self.base.peak_bytes),
             setting=self.setting,
             notes=(*notes, *self._describe()),
+            seconds=seconds,
+            stored_seconds=stored_seconds,
+            spread=spread,
         )
-        return plan, describe_step(counted, self.step, self.front, other_bytes=self.optimizer.state)
+        state = self.optimizer.state
+        return plan, describe_step(counted, self.step, self.front, other_bytes=state, more_flops=more_flops, times=self.times)
 
     def _describe(self) -> Iterator[str]:
         """Yield what a reader of a plan should know of the module and its search."""
         yield from self.captured.notes
+        for path, modes in self.schedules.items():
+            if counts := Counter(mode for mode in modes if mode.drops):
+                parts = join_names([f"{count} {mode}" for mode, count in counts.items()])
+                yield f"Of the {len(modes)} units of {path}, {parts}."
         yield from self._describe_graphs()
         if lost := self.front.lost_work:
+            whole, what = (self.step.total_flops, "FLOPs") if self.times is None else (self.times.step.seconds * 1e9, "time")
             yield (
                 "Plans were too many to compare them all: one of those left out may take less work, by at most "
-                f"{100 * lost / max(1, self.step.total_flops):.2g} % of the training step's FLOPs."
+                f"{100 * lost / max(1, whole):.2g} % of the training step's {what}."
             )
 
     def _describe_graphs(self) -> Iterator[str]:

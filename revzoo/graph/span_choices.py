@@ -33,7 +33,7 @@ class SpanOption:
         kept_bytes: their size.
         need_bytes: the larger peak of its forward and its backward, above what the spans before it keep.
         flops: of what runs again.
-        made: what that allocates [bytes].
+        made: what that allocates [bytes], or how long it takes where calls were timed [ns].
         inside: where to find the spans of a nest; None for a span.
     """
 
@@ -77,12 +77,19 @@ class Choices:
     Args:
         record: of the graph.
         count_flops_only: whether norms and activations are free, as in published figures.
+        nanoseconds: of every atom's forward, where they were measured. Then time is the price.
         remade: what crosses spans and is made again.
     """
 
-    def __init__(self, record: Record, count_flops_only: bool = False, remade: Remade = NOTHING):
+    def __init__(
+        self,
+        record: Record,
+        count_flops_only: bool = False,
+        nanoseconds: Sequence[int] | None = None,
+        remade: Remade = NOTHING,
+    ):
         self.record, self.remade = record, remade
-        self._byte_price = 0 if count_flops_only else FLOPS_PER_BYTE
+        self._prices = (1, 0 if count_flops_only else FLOPS_PER_BYTE) if nanoseconds is None else (0, 1)
         atoms, count = record.atoms, len(record.atoms)
         of_node = {node: k for k, storage in enumerate(record.storages) for node in storage.nodes}
         self.sizes = [s.bytes for s in record.storages]
@@ -95,7 +102,7 @@ class Choices:
                 self.dead[storage.last_use].append(k)
         self.reads = [sorted({of_node[each] for each in atom.reads if each in of_node}) for atom in atoms]
         self._readers = {k: [i for i, reads in enumerate(self.reads) if k in reads] for k in remade.recipes}
-        self.made = [sum(self.sizes[k] for k in born) for born in self.born]
+        self.made = nanoseconds or [sum(self.sizes[k] for k in born) for born in self.born]
         self.gradient = np.array(record.gradient_bytes, np.int64)
         later = (at if at >= 0 else len(self.gradient) for at in record.first_unpack)
         self.following = [len(self.gradient), *accumulate(later, min)]  # by atom: when backward first asks for one before it
@@ -133,8 +140,8 @@ class Choices:
         )
 
     def price(self, flops: int, made: int) -> int:
-        """Return the work of FLOPs and moved bytes together [FLOPs]."""
-        return flops + self._byte_price * made
+        """Return the work of FLOPs and moved bytes together [FLOPs], or the nanoseconds."""
+        return self._prices[0] * flops + self._prices[1] * made
 
 
 class Span:

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from revzoo.format import format_bytes, format_flops
+from revzoo.format import format_bytes, format_flops, format_seconds
 from revzoo.graph.counted_step import PlanDetails
 from revzoo.graph.module_plan import ModulePlan
 
@@ -31,16 +31,17 @@ def tabulate_module_plan(plan: ModulePlan, details: PlanDetails) -> RenderableTy
 def _tabulate_comparison(plan: ModulePlan) -> Table:
     table = Table()
     table.add_column("plan")
-    for heading in ("peak", "within the budget", "FLOPs"):
+    for heading in ("peak", "within the budget", "FLOPs", *(["time of a step"] if plan.seconds is not None else [])):
         table.add_column(heading, justify="right")
     stored = format_flops(plan.total_flops)
     rows = (
-        ("this plan", plan.peak_bytes, f"{stored} +{plan.extra_flops / max(1, plan.total_flops):.1%}"),
-        ("all stored", plan.no_recompute_peak_bytes, stored),
-        ("smallest found", plan.min_peak_bytes, ""),
+        ("this plan", plan.peak_bytes, f"{stored} +{plan.extra_flops / max(1, plan.total_flops):.1%}", plan.seconds),
+        ("all stored", plan.no_recompute_peak_bytes, stored, plan.stored_seconds),
+        ("smallest found", plan.min_peak_bytes, "", None),
     )
-    for name, peak, flops in rows:
-        table.add_row(name, format_bytes(peak), "yes" if peak <= plan.budget_bytes else "no", flops)
+    for name, peak, flops, seconds in rows:
+        time = [] if plan.seconds is None else ["" if seconds is None else format_seconds(seconds)]
+        table.add_row(name, format_bytes(peak), "yes" if peak <= plan.budget_bytes else "no", flops, *time)
     return table
 
 

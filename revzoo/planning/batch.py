@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from revzoo.analysis.dry_run import LossFunction
+from revzoo.analysis.dry_run import LossFunction, memory_errors
 from revzoo.errors import BudgetError, InputError
 from revzoo.format import format_bytes, format_seconds
 from revzoo.model.network import Model
@@ -21,7 +21,7 @@ from revzoo.planning.budget import count_model_bytes, parse_budget
 from revzoo.planning.comparison import evaluate_uniform_schedules
 from revzoo.planning.plan import Plan
 from revzoo.planning.planner import profile_and_plan
-from revzoo.planning.profiling.timing import measure_step_seconds, memory_errors
+from revzoo.planning.profiling.timing import measure_step_seconds
 from revzoo.planning.solvers import Solver
 from revzoo.runtime.lookahead import LookaheadOption
 

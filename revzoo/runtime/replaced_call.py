@@ -11,27 +11,30 @@ Runner = Callable[..., Any]
 class _ReplacedCall:
     """What stands in a module in place of its own call."""
 
-    def __init__(self, call: Runner):
+    def __init__(self, call: Runner, undo: Callable[[], object]):
         self._call = call
+        self.undo = undo
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
 
-def replace_call(module: nn.Module, call: Runner) -> None:
+def replace_call(module: nn.Module, call: Runner, undo: Callable[[], object]) -> None:
     """Run `call` in place of the module's own call from now on. It may call `module._call_impl`, which is that.
 
     Args:
         module: any.
         call: takes what the module takes.
+        undo: what else `restore_call` has to do.
     """
-    module._compiled_call_impl = _ReplacedCall(call)
+    module._compiled_call_impl = _ReplacedCall(call, undo)
 
 
 def restore_call(module: nn.Module) -> None:
     """Undo `replace_call`, if it was called."""
-    if is_replaced(module):
+    if isinstance(replaced := module._compiled_call_impl, _ReplacedCall):
         module._compiled_call_impl = None
+        replaced.undo()
 
 
 def is_replaced(module: nn.Module) -> bool:

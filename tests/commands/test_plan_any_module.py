@@ -65,6 +65,12 @@ def test_a_plan_is_printed_drawn_and_saved(own, run, tmp_path):
     assert [point["peak_bytes"] for point in details["front"]] == sorted(point["peak_bytes"] for point in details["front"])
 
 
+def test_times_are_measured_where_asked_for(own, run):
+    plan = json.loads(run("plan", own, "--budget", "1GiB", "--json", "--profile"))["plan"]
+    assert plan["seconds"] == plan["stored_seconds"] > 0
+    assert "time of a step" in run("plan", own, "--budget", "1GiB", "--profile")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -79,6 +85,7 @@ def test_a_plan_is_printed_drawn_and_saved(own, run, tmp_path):
         ("plan my_net:make_silent --budget 1GiB", "The forward of Silent returns no tensor, so there is no backward to plan. "),
         ("plan my_net:nowhere --budget 1GiB", "my_net has no function 'nowhere'. It has: "),
         ("plan timm:resnet5 --budget 1GiB", "Unknown timm model 'resnet5'. Did you mean 'resnet50'? "),
+        ("plan rev_vit_digits --budget 1GiB --profile", "--profile: for modules that are not of the zoo."),
     ],
 )
 def test_mistakes(arguments, message, own, refused):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import revzoo
 from revzoo.graph import plan_module
 
 
@@ -57,3 +58,9 @@ def test_the_allocator_sees_what_is_saved() -> None:
         module.zero_grad(set_to_none=True)
     saved = plan.no_recompute_peak_bytes - plan.peak_bytes
     assert peaks[1] - peaks[0] > 0.8 * saved > 0
+
+
+def test_times_are_measured_with_events() -> None:
+    net, images = Net().cuda().train(), torch.randn(8, 3, 64, 64, device="cuda")
+    plan = revzoo.plan(net, images, "1TB", profile=True)
+    assert 0 < plan.stored_seconds == plan.seconds < 10

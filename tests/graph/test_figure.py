@@ -31,9 +31,10 @@ def make_plan(blocks: int) -> tuple[ModulePlan, PlanDetails]:
         if calls[i].num_reruns:
             phases.append(Phase("recovery", i, (i + 3) * MIB, 10))
         phases.append(Phase("backward", i, (i + 2) * MIB, 20))
-    front = tuple(FrontPoint(size * MIB, 400 - 20 * size) for size in (4, 8, 12))
+    front = tuple(FrontPoint(size * MIB, 400 - 20 * size, None) for size in (4, 8, 12))
     plan = ModulePlan(
         graphs=(GraphPlan("0" * 64, (("x",),) * count, (), (), (2, count), ("x",), ()),),
+        schedules=(),
         peak_bytes=(count + 2) * MIB,
         budget_bytes=(count + 3) * MIB,
         extra_flops=100,

@@ -322,26 +322,47 @@ class Tapped(Net):
         return self.head(x.mean((2, 3)))
 
 
-class Reversing(Net):
-    """One with a reversible chain between two ordinary blocks."""
+class Reversing(nn.Module):
+    """One with a reversible chain between two layers."""
 
-    def __init__(self):
+    def __init__(self, **options):
         super().__init__()
-        self.chain = ReversibleChain([nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GELU()) for _ in range(4)])
+        self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.chain = ReversibleChain([nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(6)], **options)
 
     def forward(self, x):
-        x = torch.cat(self.chain(*self.blocks[0](self.stem(x)).chunk(2, 1)), 1)
-        return self.head(self.blocks[1](x).mean((2, 3)))
+        return self.head(torch.cat(self.chain(*self.stem(x).chunk(2, 1)), 1))
 
 
-@pytest.mark.parametrize(("mode", "graphs"), [("invert", 2), ("store", 1)])
-def test_a_chain_keeps_its_schedule(mode, graphs, apply_and_compare):
-    """One that stores is captured with the code around it, any other runs between two graphs."""
-    torch.manual_seed(0)
-    module = Reversing().train()
-    module.chain.schedule = mode
-    assert len(apply_and_compare(module, IMAGES, 0.3).graphs) == graphs
-    assert module.chain.schedule == [mode] * 4
+def test_reversible_parts_are_planned_too(same_step):
+    """A chain that inverts has the smallest peak. With half of what that saves, half of it stores."""
+    module, batch = Reversing().train(), torch.randn(64, 8)
+    stored, half = copy.deepcopy(module), copy.deepcopy(module)
+    stored.chain.schedule, half.chain.schedule = "store", ["invert"] * 3 + ["store"] * 3
+    least, most = (revzoo.measure_memory(each, batch).peak_bytes for each in (module, stored))
+    plan = revzoo.plan(module, batch, (least + most) // 2)
+    assert (plan.min_peak_bytes, plan.no_recompute_peak_bytes) == (least, most)
+    assert plan.schedules == (("chain", tuple(half.chain.schedule)),)
+    assert module.chain.schedule == ["invert"] * 6
+    plan.apply(module)
+    same_step(module, half, batch)
+    assert revzoo.measure_memory(module, batch).peak_bytes == plan.peak_bytes <= plan.budget_bytes
+    revzoo.release(module)
+    assert module.chain.schedule == ["invert"] * 6
+
+
+def test_a_module_that_is_a_chain_itself_is_planned():
+    chain = ReversibleChain([nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)])
+    plan = plan_module(chain, tuple(torch.rand(2, 3, 8)), "1TB")[0]
+    assert plan.schedules == (("", ("store", "store")),)
+    plan.apply(chain)
+    assert chain.schedule == ["store", "store"]
+
+
+def test_a_chain_on_a_grid_keeps_its_schedule():
+    module, batch = Reversing(exact=True), torch.randn(64, 8)
+    plan = revzoo.plan(module, batch, "1TB")
+    assert (plan.schedules, plan.peak_bytes) == ((), revzoo.measure_memory(module, batch).peak_bytes)
 
 
 class Reading(Net):

@@ -40,7 +40,8 @@ def read_layout(model: nn.Module) -> list[LayoutEntry]:
         return list(_read_network(model))
     raise InputError(
         "The units of a revzoo.Model, a ReversibleChain, a LayerChain or a network that revzoo.reversible_ changed can be "
-        f"profiled. Received: {type(model).__name__}. For any other module there is revzoo.plan(module, batch, budget)."
+        f"profiled. Received: {type(model).__name__}. For any other module there is revzoo.plan(module, batch, budget, "
+        "profile=True), which times it."
     )
 
 

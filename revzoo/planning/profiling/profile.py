@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from revzoo.analysis.dry_run import LossFunction, require_whole
+from revzoo.analysis.dry_run import LossFunction, memory_errors, require_whole
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.format import format_bytes
 from revzoo.planning.budget import count_model_bytes, free_bytes, parse_budget
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.inversion_limit import measure_inversion_limit, predict_inversion_limit
-from revzoo.planning.profiling.timing import Timing, measure_timing, measure_workspace, memory_errors, price_by_time
+from revzoo.planning.profiling.timing import Timing, measure_timing, measure_workspace, price_by_time
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.planning.solvers.problem import Problem, reprice
 from revzoo.planning.solvers.schedule import cost
