@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from revzoo.analysis.chains import find_block_chains
-from revzoo.analysis.dry_run import accumulated_gradients, require_module
+from revzoo.analysis.dry_run import LossFunction, accumulated_gradients, require_module
 from revzoo.errors import InputError
 from revzoo.graph import ModulePlan, plan_module
-from revzoo.planning.plan import Plan, Solver
+from revzoo.planning.plan import Plan
 from revzoo.planning.planner import profile_and_plan
 from revzoo.planning.profiling.hooks import PlannableModel
-from revzoo.planning.profiling.trace import LossFunction
+from revzoo.planning.solvers import Solver
 from revzoo.runtime.lookahead import LookaheadOption
 
 

@@ -18,6 +18,19 @@ from revzoo.runtime.complete_gradients import take_gradients
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.sharded import is_sharded
 
+LossFunction = Callable[[Any], Tensor]
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise MemoryError where PyTorch raises its own errors for too little memory, on a device or on the CPU."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise MemoryError(str(error)) from error
+        raise
+
 
 @contextmanager
 def accumulated_gradients(model: nn.Module) -> Iterator[None]:
@@ -205,6 +218,20 @@ def call(model: Callable[..., Any], batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def compute_loss(loss: LossFunction | None, outputs: Any) -> Tensor:
+    """Return the loss of what the model returned; without a loss function, the sum of it.
+
+    Raises:
+        InputError: the loss is not a single number, or does not depend on a parameter.
+    """
+    total = (loss or linear_loss)(outputs)
+    if not (isinstance(total, Tensor) and total.numel() == 1 and total.requires_grad):
+        received = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        without = " without a gradient" if isinstance(total, Tensor) and not total.requires_grad else ""
+        raise InputError(f"A loss is one number with a gradient. Received: {received}{without}. Return a mean or a sum.")
+    return total
 
 
 def linear_loss(outputs: Any) -> Tensor:

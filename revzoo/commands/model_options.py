@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from revzoo.analysis.dry_run import LossFunction
     from revzoo.model.model import Model
-    from revzoo.planning.profiling.trace import LossFunction
 
 BATCH_HELP = "examples in a batch (default: 32 images, or 8 texts)"
 

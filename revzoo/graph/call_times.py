@@ -1,6 +1,6 @@
-"""How long the calls of a captured graph take, measured on the module's device with its own parameters and batch.
+"""How long the calls of captured graphs take, measured on the module's device with its own parameters and batch.
 
-The graph runs call by call, as it runs again in a recovery: the autograd graph of each call ends with it. A call's backward
+A graph runs call by call, as it runs again in a recovery: the autograd graph of each call ends with it. A call's backward
 runs right after its forward, so hardly more is alive than in evaluation, and even a module whose step does not fit can be
 timed. Each round runs all calls once; the time of a call is the median over the rounds.
 """
@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from revzoo.analysis.dry_run import call, isolated
+from revzoo.analysis.dry_run import call, isolated, memory_errors
 from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, bind_inputs, list_dead, prepare_calls, split_into_atoms
@@ -22,30 +22,34 @@ from revzoo.graph.capture import GraphCall, capture_calls, compute_digest
 from revzoo.graph.recovery import cut
 from revzoo.graph.refusal import explain_failures, require_uncompiled
 from revzoo.planning.profiling.clock import Median, combine_spreads, find_median, make_clock, repeat
-from revzoo.planning.profiling.timing import memory_errors
 from revzoo.runtime.nested import map_tensors, tensors_in
 
 _ROUNDS = 5  # at least, besides a first one that warms up
+_NOTHING = Median(0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class CallTimes:
-    """What the calls of a graph take.
+    """What calls take.
 
     Args:
-        forward: by atom [nanoseconds].
-        backward: by atom [nanoseconds]; 0 where there is none.
-        spread: by how much of itself a time differs if it is measured again: the standard error of the medians.
+        forward: by atom.
+        backward: by atom; 0 where there is none.
     """
 
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-    spread: float = 0.0
+    forward: Sequence[Median]
+    backward: Sequence[Median]
 
     @property
-    def seconds(self) -> float:
-        """Of a forward and backward that stores everything."""
-        return (sum(self.forward) + sum(self.backward)) / 1e9
+    def step(self) -> Median:
+        """All of a forward and backward that stores everything."""
+        medians = [*self.forward, *self.backward]
+        return Median(sum(median.seconds for median in medians), combine_spreads(medians))
+
+    def in_nanoseconds(self) -> tuple[list[int], list[int]]:
+        """Return the times of forward and backward, by atom."""
+        forward, backward = ([round(median.seconds * 1e9) for median in each] for each in (self.forward, self.backward))
+        return forward, backward
 
 
 def measure_graphs(module: nn.Module, batch: Any) -> list[tuple[str, CallTimes]]:
@@ -84,19 +88,19 @@ def assign_times(measured: Sequence[tuple[str, CallTimes]], calls: Sequence[Grap
     """
     if [digest for digest, _ in measured] != [each.digest for each in calls]:
         raise InputError("The module ran other operations when it was timed than when it was captured. Leave out profile=True.")
-    forward, backward = [0], [0]
+    forward, backward = [_NOTHING], [_NOTHING]
     for _, times in measured:
-        forward += [*times.forward, 0]
-        backward += [*times.backward, 0]
-    spread = combine_spreads([Median(times.seconds, times.spread) for _, times in measured])
-    return CallTimes(tuple(forward), tuple(backward), spread)
+        forward += [*times.forward, _NOTHING]
+        backward += [*times.backward, _NOTHING]
+    return CallTimes(forward, backward)
 
 
 def _time_atoms(graph: GraphModule, atoms: Sequence[Atom], inputs: Sequence[Any]) -> tuple[CallTimes, Any]:
     """Return what atoms take, and what the graph returns."""
     clock = make_clock(next((t.device for t in tensors_in(list(inputs))), torch.device("cpu")))
     program, dead_after = prepare_calls(graph, atoms), list_dead(atoms)
-    samples: list[tuple[list[float], list[float]]] = [([], []) for _ in atoms]  # forward and backward
+    forward: list[list[float]] = [[] for _ in atoms]
+    backward: list[list[float]] = [[] for _ in atoms]
     env: dict[Node, Any] = {}
 
     def run() -> list[tuple[Any, ...]]:
@@ -123,19 +127,11 @@ def _time_atoms(graph: GraphModule, atoms: Sequence[Atom], inputs: Sequence[Any]
         torch.set_grad_enabled(grad_mode)
         return marks
 
-    def list_medians(direction: int) -> list[Median]:
-        return [find_median(each[direction]) for each in samples]
-
     run()  # a warm-up
-    for _ in repeat(_ROUNDS, lambda: combine_spreads([*list_medians(0), *list_medians(1)])):
-        for (forward, backward), marks in zip(samples, run(), strict=True):
-            forward.append(clock.measure(*marks[:2]))
-            backward.append(clock.measure(*marks[2:]))
-    forwards, backwards = list_medians(0), list_medians(1)
-    times = CallTimes(
-        forward=tuple(round(median.seconds * 1e9) for median in forwards),
-        backward=tuple(round(median.seconds * 1e9) for median in backwards),
-        spread=combine_spreads([*forwards, *backwards]),
-    )
+    for _ in repeat(_ROUNDS, lambda: combine_spreads([find_median(samples) for samples in (*forward, *backward)])):
+        for k, marks in enumerate(run()):
+            forward[k].append(clock.measure(*marks[:2]))
+            backward[k].append(clock.measure(*marks[2:]))
     (results,) = next(node for node in graph.graph.nodes if node.op == "output").args
+    times = CallTimes([*map(find_median, forward)], [*map(find_median, backward)])
     return times, map_arg(results, env.__getitem__)

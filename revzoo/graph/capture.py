@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from revzoo.analysis.dry_run import call, isolated, leave_autocast, mark_python_streams, require_module
+from revzoo.analysis.dry_run import (
+    LossFunction,
+    call,
+    compute_loss,
+    isolated,
+    leave_autocast,
+    mark_python_streams,
+    require_module,
+)
 from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, split_into_atoms
@@ -29,13 +37,11 @@ from revzoo.graph.refusal import (
     require_results,
     require_uncompiled,
 )
-from revzoo.planning.profiling.trace import compute_loss
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import RandomState, find_generators
 
 Runner = Callable[..., Any]
 RunGraph = Callable[[int, Sequence[Any]], Any]
-Loss = Callable[[Any], Tensor]
 _MOST_GRAPHS = 1024  # of one piece of code, such as the forward of a class that is not captured in one graph with its caller's
 _COMPUTED = "It reads the values of tensors, so that planning had to compute training steps on the module's device."
 
@@ -105,7 +111,9 @@ class Capture:
         self._run_graph = run_graph
         return self._run()
 
-    def run_step(self, run_graph: RunGraph, loss: Loss | None, end_forward: Callable[[], object] = lambda: None) -> None:
+    def run_step(
+        self, run_graph: RunGraph, loss: LossFunction | None, end_forward: Callable[[], object] = lambda: None
+    ) -> None:
         """Run forward, loss and backward.
 
         Args:

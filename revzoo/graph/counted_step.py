@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
+from revzoo.analysis.dry_run import LossFunction
 from revzoo.analysis.flops import FlopCounterOfReplacedCalls
 from revzoo.graph.call_times import CallTimes
-from revzoo.graph.capture import Capture, Loss
+from revzoo.graph.capture import Capture
 from revzoo.graph.front import Front
 from revzoo.graph.recovery import Observer, Slot
 from revzoo.graph.span_choices import FLOPS_PER_BYTE
@@ -139,7 +140,7 @@ class _Tracer(Observer):
         self.note("recovery", atom)
 
 
-def count_step(captured: Capture, spans: Spans, loss: Loss | None = None) -> SpannedStep:
+def count_step(captured: Capture, spans: Spans, loss: LossFunction | None = None) -> SpannedStep:
     """Run a training step with these spans of the whole forward. Nothing is computed, unless the module needs values.
 
     Args:
@@ -188,7 +189,7 @@ def describe_step(
         forward = [flops + FLOPS_PER_BYTE * size for flops, size in zip(step.flops, made, strict=True)]
         backward = [_BACKWARD * each if at >= 0 else 0 for each, at in zip(forward, step.first_unpack, strict=True)]
     else:
-        forward, backward = list(times.forward), list(times.backward)
+        forward, backward = times.in_nanoseconds()
     phases = []
     ends = [*(start for _, _, start in counted.events[1:]), len(counted.alive)]
     for (kind, call, start), end in zip(counted.events, ends, strict=True):

@@ -160,11 +160,6 @@ class ModulePlan:
         """Whether anything is recovered."""
         return any(graph.ends for graph in self.graphs)
 
-    def describe_spans(self) -> str:
-        """Return the numbers of spans, calls and kept results, in words."""
-        spans, calls, kept = (sum(len(getattr(graph, name)) for graph in self.graphs) for name in ("ends", "atoms", "kept"))
-        return f"{spans} spans of {calls} calls, {kept} results kept"
-
     def describe_work(self) -> str:
         """Return what a step takes beyond one that stores everything: "1.20% more FLOPs, 3.4% more time (2.4 s)"."""
         flops = f"{self.extra_flops / max(1, self.total_flops):.2%} more FLOPs"
@@ -174,11 +169,13 @@ class ModulePlan:
         return f"{flops}, {ratio:.1%} more time ({format_seconds(self.seconds)}{format_spread(self.spread)})"
 
     def __str__(self) -> str:
+        spans, calls, kept = (sum(len(getattr(graph, name)) for graph in self.graphs) for name in ("ends", "atoms", "kept"))
+        work = f"{spans} spans of {calls} calls, {kept} results kept; {self.describe_work()}"
         lines = [
             f"{self.setting.model}, {self.setting.describe()}",
             f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
             f"(all stored {format_bytes(self.no_recompute_peak_bytes)}, at least {format_bytes(self.min_peak_bytes)})",
-            f"{self.describe_spans()}; {self.describe_work()}" if self.drops_something else "everything stored",
+            work if self.drops_something else "everything stored",
             *self.notes,
         ]
         return "\n".join(lines)

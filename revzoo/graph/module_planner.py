@@ -2,29 +2,29 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from revzoo.analysis.chains import find_chains, preserve_schedules
+from revzoo.analysis.chains import Chain, find_chains, preserve_schedules
+from revzoo.analysis.dry_run import LossFunction
 from revzoo.analysis.optimizer_step import OptimizerBytes, count_optimizer
 from revzoo.errors import BudgetError, join_names
 from revzoo.format import format_bytes
 from revzoo.graph.call_times import CallTimes, assign_times, measure_graphs
-from revzoo.graph.capture import Capture, Loss, capture
+from revzoo.graph.capture import Capture, capture
 from revzoo.graph.counted_step import PlanDetails, SpannedStep, count_step, describe_step
 from revzoo.graph.front import Front, find_front
 from revzoo.graph.module_plan import GraphPlan, ModulePlan, set_schedules
 from revzoo.graph.spans import Spans
 from revzoo.graph.step_record import Record, record
-from revzoo.planning.budget import parse_budget
-from revzoo.planning.profiling.profile import count_model_bytes
+from revzoo.planning.budget import count_model_bytes, parse_budget
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.mode import Mode
 
@@ -37,7 +37,7 @@ def plan_module(
     budget: str | int | None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    loss: Callable[[Any], Tensor] | None = None,
+    loss: LossFunction | None = None,
     profile: bool = False,
 ) -> tuple[ModulePlan, PlanDetails]:
     """Return the plan with the least work whose counted peak is within the budget, and what its step does call by call.
@@ -89,7 +89,7 @@ def reforward(
     budget: str | int | None = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    loss: Callable[[Any], Tensor] | None = None,
+    loss: LossFunction | None = None,
 ) -> nn.Module:
     """Plan a module and apply the plan; return the module.
 
@@ -119,19 +119,24 @@ def _list_schedules(module: nn.Module) -> Iterator[Schedules]:
     so is a third schedule, where only the first half of all units keeps its present modes. A chain on a grid keeps its
     schedule: if it were captured, its rounding would keep more. Of nested chains, the outermost has the schedule.
     """
-    chains = {prefix: chain for prefix, chain in find_chains(module).items() if isinstance(chain, nn.Module)}
-    outermost = (p for p in chains if not any(p != other and p.startswith(other) for other in chains))
-    own = {prefix.removesuffix("."): chains[prefix].schedule for prefix in outermost if not _is_on_grid(chains[prefix])}
-    units = sum(map(len, own.values()))
-    before: Schedules | None = None
-    for count in (0, units // 2, units):  # of the first units, which do not store
-        schedules = {}
-        for path, modes in own.items():
-            schedules[path] = modes[:count] + [Mode.STORE] * (len(modes) - count)
-            count = max(0, count - len(modes))
-        if schedules != before:
+    outermost: dict[str, Chain] = {}
+    for prefix, chain in find_chains(module).items():
+        if not prefix.startswith(tuple(outermost)):
+            outermost[prefix] = chain
+    own = {
+        prefix.removesuffix("."): chain.schedule
+        for prefix, chain in outermost.items()
+        if isinstance(chain, nn.Module) and not _is_on_grid(chain)
+    }
+    units = [(path, mode) for path, modes in own.items() for mode in modes]
+    tried: list[Schedules] = []
+    for count in (0, len(units) // 2, len(units)):  # of the first units, which keep their modes
+        schedules: dict[str, list[Mode]] = {path: [] for path in own}
+        for number, (path, mode) in enumerate(units):
+            schedules[path].append(mode if number < count else Mode.STORE)
+        if schedules not in tried:
+            tried.append(schedules)
             yield schedules
-        before = schedules
 
 
 def _is_on_grid(chain: nn.Module) -> bool:
@@ -139,7 +144,7 @@ def _is_on_grid(chain: nn.Module) -> bool:
 
 
 @contextmanager
-def _capture(module: nn.Module, batch: Any, loss: Loss | None) -> Iterator[tuple[Capture, Record]]:
+def _capture(module: nn.Module, batch: Any, loss: LossFunction | None) -> Iterator[tuple[Capture, Record]]:
     """Yield a captured module and its recorded step; with values where backward, a hook or the loss reads them."""
     with ExitStack() as stack:
         try:
@@ -171,7 +176,7 @@ class _Planner:
     step: Record
     base: Record
     optimizer: OptimizerBytes
-    loss: Loss | None
+    loss: LossFunction | None
     setting: Setting
     schedules: Schedules
     times: CallTimes | None
@@ -201,7 +206,7 @@ class _Planner:
 
     @cached_property
     def front(self) -> Front:
-        return find_front(self.step, nanoseconds=None if self.times is None else self.times.forward)
+        return find_front(self.step, nanoseconds=None if self.times is None else self.times.in_nanoseconds()[0])
 
     @property
     def least_peak(self) -> int:
@@ -244,10 +249,10 @@ class _Planner:
         self, spans: Spans, counted: SpannedStep, budget: int, notes: Sequence[str] = ()
     ) -> tuple[ModulePlan, PlanDetails]:
         peak, more_flops = self._add_optimizer(counted.peak_bytes), self.step.total_flops - self.base.total_flops
-        stored_seconds = self.times.seconds if self.times is not None and self.base is self.step else None
-        seconds = stored_seconds
-        if self.times is not None and seconds is not None:
-            seconds += sum(self.times.forward[i] for i in counted.reruns) / 1e9
+        seconds = stored_seconds = spread = None
+        if self.times is not None and self.base is self.step:
+            stored_seconds, spread = self.times.step
+            seconds = stored_seconds + sum(self.times.forward[i].seconds for i in counted.reruns)
         plan = ModulePlan(
             graphs=tuple(GraphPlan.of(each.digest, spans.take(each.numbers)) for each in self.captured.calls),
             schedules=tuple((path, tuple(modes)) for path, modes in self.schedules.items()),
@@ -261,7 +266,7 @@ class _Planner:
             notes=(*notes, *self._describe()),
             seconds=seconds,
             stored_seconds=stored_seconds,
-            spread=None if self.times is None or stored_seconds is None else self.times.spread,
+            spread=spread,
         )
         state = self.optimizer.state
         return plan, describe_step(counted, self.step, self.front, other_bytes=state, more_flops=more_flops, times=self.times)
@@ -275,7 +280,7 @@ class _Planner:
                 yield f"Of the {len(modes)} units of {path}, {parts}."
         yield from self._describe_graphs()
         if lost := self.front.lost_work:
-            whole, what = (self.step.total_flops, "FLOPs") if self.times is None else (self.times.seconds * 1e9, "time")
+            whole, what = (self.step.total_flops, "FLOPs") if self.times is None else (self.times.step.seconds * 1e9, "time")
             yield (
                 "Plans were too many to compare them all: one of those left out may take less work, by at most "
                 f"{100 * lost / max(1, whole):.2g} % of the training step's {what}."

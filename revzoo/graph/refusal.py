@@ -11,9 +11,9 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TorchRuntimeError
 from torch.fx import GraphModule
 
+from revzoo.analysis.chains import find_block_chains
 from revzoo.analysis.dry_run import call
 from revzoo.analysis.fake_tensors import silence_failures
-from revzoo.block_steps.chain import get_step
 from revzoo.errors import InputError
 from revzoo.format import format_dtype
 from revzoo.runtime.nested import tensors_in
@@ -24,9 +24,9 @@ _REASON = re.compile(r"got \w+\(['\"](.*)['\"]\)")  # of a failure, in the compi
 
 def require_uncompiled(module: nn.Module) -> None:
     """Raise InputError if the module or a part of it is compiled, runs with a plan, or has blocks that were made reversible."""
-    if step := next(filter(None, map(get_step, module.modules())), None):
+    if path := next(iter(find_block_chains(module)), None):
         raise InputError(
-            f"The blocks of {step.chain.path} were made reversible by reversible_: what is planned are their modes, with "
+            f"The blocks of {path} were made reversible by reversible_: what is planned are their modes, with "
             "revzoo.plan(module, batch, budget). For a plan of its graph make it ordinary again: revzoo.ordinary_(module)."
         )
     for name, each in module.named_modules():

@@ -16,9 +16,10 @@ from weakref import finalize
 
 from torch.fx import Node
 
+from revzoo.analysis.dry_run import LossFunction
 from revzoo.analysis.flops import FlopCounterOfReplacedCalls
 from revzoo.graph.atoms import Atom, bind_inputs
-from revzoo.graph.capture import Capture, GraphCall, Loss
+from revzoo.graph.capture import Capture, GraphCall
 from revzoo.graph.recovery import Observer, Slot
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Spans
@@ -151,7 +152,7 @@ class _Recorder(Observer):
         self.released[number] = self.live.now()
 
 
-def record(captured: Capture, loss: Loss | None = None, *, with_parameter_gradients: bool = True) -> Record:
+def record(captured: Capture, loss: LossFunction | None = None, *, with_parameter_gradients: bool = True) -> Record:
     """Return what a training step of a captured module does.
 
     Args:

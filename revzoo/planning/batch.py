@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
+from revzoo.analysis.dry_run import LossFunction, memory_errors
 from revzoo.errors import BudgetError, InputError
 from revzoo.format import format_bytes, format_seconds
 from revzoo.model.model import Model
-from revzoo.planning.budget import parse_budget
+from revzoo.planning.budget import count_model_bytes, parse_budget
 from revzoo.planning.comparison import evaluate_uniform_schedules
-from revzoo.planning.plan import Plan, Solver
+from revzoo.planning.plan import Plan
 from revzoo.planning.planner import profile_and_plan
-from revzoo.planning.profiling.profile import count_model_bytes
-from revzoo.planning.profiling.timing import measure_step_seconds, memory_errors
-from revzoo.planning.profiling.trace import LossFunction
+from revzoo.planning.profiling.timing import measure_step_seconds
+from revzoo.planning.solvers import Solver
 from revzoo.runtime.lookahead import LookaheadOption
 
 _PARTS = 32  # of the range: sizes that are nearer to each other are not told apart

@@ -4,6 +4,7 @@ import re
 
 import psutil
 import torch
+from torch import nn
 
 from revzoo.device import has_streams
 from revzoo.errors import InputError
@@ -45,6 +46,11 @@ def parse_budget(budget: str | int | float, device: torch.device | str, present_
     if not 1 <= size < 2**62:
         raise _budget_error(budget)
     return int(size)
+
+
+def count_model_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters and buffers."""
+    return sum(t.nbytes for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
 
 
 def free_bytes(device: torch.device | str) -> int:

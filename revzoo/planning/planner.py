@@ -10,17 +10,18 @@ import torch
 from torch import nn
 
 from revzoo.analysis.chains import find_block_chains
+from revzoo.analysis.dry_run import LossFunction, memory_errors
 from revzoo.errors import BudgetError, InputError, UnknownNameError
 from revzoo.format import format_bytes
 from revzoo.planning.budget import parse_budget
-from revzoo.planning.plan import Plan, Solver
+from revzoo.planning.plan import Plan
 from revzoo.planning.profiling.count import count_peak
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.inversion_limit import place_anchors
 from revzoo.planning.profiling.profile import Profile, profile
-from revzoo.planning.profiling.timing import measure_step_seconds, measure_workspace, memory_errors
-from revzoo.planning.profiling.trace import LossFunction
+from revzoo.planning.profiling.timing import measure_step_seconds, measure_workspace
 from revzoo.planning.setting import Setting
+from revzoo.planning.solvers import Solver
 from revzoo.planning.solvers.knapsack import solve_knapsack
 from revzoo.planning.solvers.problem import Problem
 from revzoo.planning.solvers.schedule import cost, list_phase_peaks, peak

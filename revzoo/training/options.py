@@ -24,7 +24,7 @@ from revzoo.bounds import (
 from revzoo.data.options import DataOptions
 from revzoo.errors import InputError, SpecError, SpecProblem
 from revzoo.planning.budget import parse_budget
-from revzoo.planning.plan import Solver
+from revzoo.planning.solvers import Solver
 from revzoo.runtime.mode import ModeName
 from revzoo.sharding.mesh import Shard
 from revzoo.spec.parsing import NOT_WRITTEN, to_plain

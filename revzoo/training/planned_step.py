@@ -72,7 +72,7 @@ class WholeStep(PlannedStep):
     """The step of a process that has the whole network."""
 
     def __init__(self, run: Run):
-        from revzoo.planning.profiling.profile import count_model_bytes
+        from revzoo.planning.budget import count_model_bytes
 
         super().__init__(run)
         model, optimizer = run.model, run.optimizer

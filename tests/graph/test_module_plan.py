@@ -31,7 +31,7 @@ class Residual(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, blocks: int = 4, width: int = 8):
+    def __init__(self, blocks: int = 2, width: int = 8):
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
         self.blocks = nn.Sequential(*(Residual(width) for _ in range(blocks)))
@@ -78,9 +78,9 @@ def budget_of_net(share: float) -> int:
 def apply_and_compare(same_step):
     """Return a function that applies the plan for a budget between the smallest peak and that of storing everything."""
 
-    def apply(module, batch, share, **options):
+    def apply(module, batch, share, budget=None, **options):
         plain = copy.deepcopy(module)
-        plan = revzoo.plan(module, batch, budget_between(module, batch, share, **options), **options)
+        plan = revzoo.plan(module, batch, budget or budget_between(module, batch, share, **options), **options)
         assert plan.min_peak_bytes <= plan.peak_bytes <= plan.budget_bytes < plan.no_recompute_peak_bytes
         assert plan.drops_something
         plan.apply(module, batch)
@@ -96,8 +96,9 @@ def apply_and_compare(same_step):
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_planned_step_is_the_plain_one_in_the_promised_bytes(net, share, apply_and_compare):
-    plan = apply_and_compare(net, IMAGES, share)
+    plan = apply_and_compare(net, IMAGES, share, budget_of_net(share))
     assert 0 <= plan.extra_flops < plan.total_flops / 2
+    assert type(net) is Net
     revzoo.release(net)
     assert revzoo.measure_memory(net, IMAGES).peak_bytes == plan.no_recompute_peak_bytes
 
@@ -137,9 +138,9 @@ def test_a_skip_is_made_again_where_it_is_read_and_where_it_was_made(same_step):
 def test_planning_leaves_the_module_as_it_was(net):
     before = copy.deepcopy(net.state_dict())
     state = torch.random.get_rng_state()
-    plan = revzoo.plan(net, IMAGES, budget_of_net(0.5))
-    plan.apply(net)
-    assert type(net) is Net
+    plan_everything().apply(net)  # for which nothing is left to do
+    assert net._compiled_call_impl is None
+    revzoo.plan(net, IMAGES, budget_of_net(0.5)).apply(net)
     assert list(net.state_dict()) == list(before)
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -148,6 +149,8 @@ def test_planning_leaves_the_module_as_it_was(net):
 
 def test_the_optimizer_is_part_of_the_peak(net):
     without = plan_everything()
+    assert (without.extra_flops, without.drops_something) == (0, False)
+    assert "everything stored" in str(without)
     with_adam = revzoo.plan(net, IMAGES, "1TB", optimizer=torch.optim.AdamW(net.parameters()))
     steps = sum(4 for _ in net.parameters())
     assert with_adam.peak_bytes - without.peak_bytes == 2 * sum(p.nbytes for p in net.parameters()) + steps
@@ -233,19 +236,11 @@ def test_an_output_may_be_left_out_of_the_loss(same_step):
     assert module.unused.weight.grad is None
 
 
-def test_everything_is_stored_where_it_fits(net):
-    plan = revzoo.plan(net, IMAGES, "1GiB")
-    assert (plan.extra_flops, plan.drops_something) == (0, False)
-    assert "everything stored" in str(plan)
-    plan.apply(net)
-    assert net._compiled_call_impl is None
-
-
 def test_nothing_is_computed_on_the_meta_device():
     with torch.device("meta"):
         net = Net()
     images = torch.empty(4, 3, 16, 16, device="meta")
-    plan = revzoo.plan(net, images, budget_between(net, images, 0.5))
+    plan = revzoo.plan(net, images, budget_of_net(0.5))
     assert plan.no_recompute_peak_bytes == plan_everything().no_recompute_peak_bytes
     assert plan.peak_bytes <= plan.budget_bytes
 
@@ -278,11 +273,10 @@ class Widening(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("wide", [0, 2, 4])
-def test_what_sets_the_smallest_budget_is_named(wide):
+def test_what_sets_the_smallest_budget_is_named():
     """The span of the wide perceptron, by the paths of its calls."""
-    net, x = Widening(tuple(1024 if k == wide else 32 for k in range(5))), torch.randn(512, 16)
-    with pytest.raises(BudgetError, match=rf"bytes\) are needed, in .*layers\.{wide}\.[012] \((linear|gelu)\).*\. Of these"):
+    net, x = Widening((32, 1024, 32)), torch.randn(512, 16)
+    with pytest.raises(BudgetError, match=r"bytes\) are needed, in .*layers\.1\.[012] \((linear|gelu)\).*\. Of these"):
         revzoo.plan(net, x, 1000)
 
 
@@ -303,21 +297,16 @@ def test_what_cannot_be_planned_is_named(net):
         revzoo.plan(planned, IMAGES, "1GiB")
 
 
-class Transforming(nn.Module):
+class Transforming(nn.Linear):
     """One that uses a transform of torch.func."""
 
-    def __init__(self, transform):
-        super().__init__()
-        self.layer, self.transform = nn.Linear(8, 8), transform
-
     def forward(self, x):
-        return self.transform(self.layer(x)).tanh()
+        return torch.vmap(torch.sin)(super().forward(x)).tanh()
 
 
-@pytest.mark.parametrize("transform", [torch.vmap(torch.sin), torch.func.grad(lambda x: x.sin().sum())], ids=["vmap", "grad"])
-def test_transforms_are_refused_and_leave_no_trace(transform):
+def test_transforms_are_refused_and_leave_no_trace():
     with pytest.raises(InputError, match=r"Transforming uses vmap, grad or another transform of torch\.func"):
-        revzoo.plan(Transforming(transform), torch.randn(64, 8), "1MiB")
+        revzoo.plan(Transforming(8, 8), torch.randn(64, 8), "1MiB")
     net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     assert revzoo.plan(net, torch.randn(64, 8), "1MiB").peak_bytes == revzoo.measure_memory(net, torch.randn(64, 8)).peak_bytes
 
@@ -333,57 +322,47 @@ class Tapped(Net):
         return self.head(x.mean((2, 3)))
 
 
-class Reversing(Net):
-    """One with a reversible chain between two ordinary blocks."""
+class Reversing(nn.Module):
+    """One with a reversible chain between two layers."""
 
-    def __init__(self, exact=False):
-        super().__init__(blocks=2)
-        steps = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GELU()) for _ in range(16)]
-        self.chain = ReversibleChain(steps, exact=exact)
+    def __init__(self, **options):
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.chain = ReversibleChain([nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(6)], **options)
 
     def forward(self, x):
-        x = torch.cat(self.chain(*self.blocks[0](self.stem(x)).chunk(2, 1)), 1)
-        return self.head(self.blocks[1](x).mean((2, 3)))
+        return self.head(torch.cat(self.chain(*self.stem(x).chunk(2, 1)), 1))
 
 
-@pytest.mark.slow
 def test_reversible_parts_are_planned_too(same_step):
-    torch.manual_seed(0)
-    module = Reversing().train()
-    plain = {"invert": copy.deepcopy(module), "store": copy.deepcopy(module)}
-    plain["store"].chain.schedule = "store"
-    stored = revzoo.plan(module, IMAGES, "1TB")
-    assert stored.peak_bytes == revzoo.measure_memory(plain["store"], IMAGES).peak_bytes
-    assert dict(stored.schedules) == {"chain": ("store",) * 16}
-    assert stored.min_peak_bytes < revzoo.measure_memory(plain["invert"], IMAGES).peak_bytes < stored.peak_bytes
-    planned = copy.deepcopy(module)
-    stored.apply(planned)
-    same_step(planned, copy.deepcopy(plain["store"]), IMAGES)
-    least, span = stored.min_peak_bytes, stored.peak_bytes - stored.min_peak_bytes
-    for budget, mode in ((least, "invert"), (least + span // 2, "store")):
-        plan = revzoo.plan(module, IMAGES, budget)
-        assert dict(plan.schedules) == {"chain": (mode,) * 16}
-        planned = copy.deepcopy(module)
-        plan.apply(planned)
-        same_step(planned, plain[mode], IMAGES)
-        assert revzoo.measure_memory(planned, IMAGES).peak_bytes == plan.peak_bytes <= budget
-        revzoo.release(planned)
-        assert planned.chain.schedule == ["invert"] * 16 == module.chain.schedule
+    """A chain that inverts has the smallest peak. With half of what that saves, half of it stores."""
+    module, batch = Reversing().train(), torch.randn(64, 8)
+    stored, half = copy.deepcopy(module), copy.deepcopy(module)
+    stored.chain.schedule, half.chain.schedule = "store", ["invert"] * 3 + ["store"] * 3
+    least, most = (revzoo.measure_memory(each, batch).peak_bytes for each in (module, stored))
+    plan = revzoo.plan(module, batch, (least + most) // 2)
+    assert (plan.min_peak_bytes, plan.no_recompute_peak_bytes) == (least, most)
+    assert plan.schedules == (("chain", tuple(half.chain.schedule)),)
+    assert module.chain.schedule == ["invert"] * 6
+    plan.apply(module)
+    same_step(module, half, batch)
+    assert revzoo.measure_memory(module, batch).peak_bytes == plan.peak_bytes <= plan.budget_bytes
+    revzoo.release(module)
+    assert module.chain.schedule == ["invert"] * 6
 
 
 def test_a_module_that_is_a_chain_itself_is_planned():
-    chain = ReversibleChain([nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)])
-    streams = tuple(torch.rand(2, 3, 8))
-    planned = copy.deepcopy(chain)
-    plan, _ = plan_module(planned, streams, "1TB")
-    assert dict(plan.schedules) == {"": ("store",) * 4}
-    plan.apply(planned)
-    assert [torch.equal(*pair) for pair in zip(planned(*streams), chain(*streams), strict=True)] == [True, True]
+    chain = ReversibleChain([nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)])
+    plan = plan_module(chain, tuple(torch.rand(2, 3, 8)), "1TB")[0]
+    assert plan.schedules == (("", ("store", "store")),)
+    plan.apply(chain)
+    assert chain.schedule == ["store", "store"]
 
 
-def test_a_chain_on_a_grid_runs_as_it_would_without_a_plan(apply_and_compare):
-    torch.manual_seed(0)
-    assert apply_and_compare(Reversing(exact=True).train(), IMAGES, 0.3).schedules == ()
+def test_a_chain_on_a_grid_keeps_its_schedule():
+    module, batch = Reversing(exact=True), torch.randn(64, 8)
+    plan = revzoo.plan(module, batch, "1TB")
+    assert (plan.schedules, plan.peak_bytes) == ((), revzoo.measure_memory(module, batch).peak_bytes)
 
 
 class Reading(Net):
@@ -396,33 +375,19 @@ class Reading(Net):
         return self.head(x.mean((2, 3)))
 
 
-@pytest.mark.parametrize(("make", "graphs"), [(Tapped, 4), (Reading, 2)])
-def test_several_graphs_are_planned_together(make, graphs, same_step):
+@pytest.mark.parametrize(("make", "graphs"), [(Tapped, 3), (Reading, 2)])
+def test_several_graphs_are_planned_together(make, graphs, apply_and_compare):
     torch.manual_seed(0)
-    module = make().train()
-    plain = copy.deepcopy(module)
-    stored = revzoo.plan(module, IMAGES, "1TB")
-    assert stored.peak_bytes == revzoo.measure_memory(module, IMAGES).peak_bytes
-    least, span = stored.min_peak_bytes, stored.peak_bytes - stored.min_peak_bytes
-    peaks = []
-    for budget in (least, least + span // 2):
-        plan = revzoo.plan(module, IMAGES, budget)
-        assert len(plan.graphs) == graphs
-        assert f"is {graphs} graphs" in str(plan)
-        planned = copy.deepcopy(module)
-        plan.apply(planned)
-        same_step(planned, copy.deepcopy(plain), IMAGES)
-        # Not of the first call, in which the compiler still holds a result.
-        assert revzoo.measure_memory(planned, IMAGES).peak_bytes == plan.peak_bytes <= budget
-        peaks.append(plan.peak_bytes)
-    assert peaks[0] < peaks[1] < stored.peak_bytes
+    plan = apply_and_compare(make().train(), IMAGES, 0.3)
+    assert len(plan.graphs) == graphs
+    assert f"is {graphs} graphs" in str(plan)
 
 
 class Remembering(Net):
     """One that keeps what it has computed, and counts its calls."""
 
     def __init__(self):
-        super().__init__(blocks=2)
+        super().__init__()
         self.seen, self.last = [], None
 
     def forward(self, x):
@@ -453,8 +418,8 @@ class Scattering(nn.Module):
         return self.g(z)
 
 
-class Normalizing(nn.Module):
-    """One that changes a buffer where gradients are switched off."""
+class Spectrum(nn.Module):
+    """One that changes a buffer where gradients are switched off, and returns complex numbers."""
 
     def __init__(self):
         super().__init__()
@@ -462,17 +427,10 @@ class Normalizing(nn.Module):
         self.layers = nn.Sequential(*(layer for linear in linears for layer in (linear, nn.GELU())))
 
     def forward(self, x):
-        return self.layers(x)
+        return torch.fft.rfft(self.layers(x))
 
 
-class Spectrum(Normalizing):
-    """One that returns complex numbers."""
-
-    def forward(self, x):
-        return torch.fft.rfft(super().forward(x))
-
-
-@pytest.mark.parametrize("make", [Scattering, Normalizing, Spectrum])
+@pytest.mark.parametrize("make", [Scattering, Spectrum])
 def test_calls_that_change_something(make, apply_and_compare):
     torch.manual_seed(0)
     apply_and_compare(make().train(), torch.randn(16, 8), 0.3)

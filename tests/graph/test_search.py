@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from revzoo.analysis.dry_run import compute_loss
 from revzoo.graph.capture import Capture, capture
 from revzoo.graph.counted_step import count_step
 from revzoo.graph.front import Front, find_front
@@ -17,7 +18,6 @@ from revzoo.graph.remaking import list_remade
 from revzoo.graph.span_choices import Choices
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.step_record import Record, record
-from revzoo.planning.profiling.trace import compute_loss
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 
 

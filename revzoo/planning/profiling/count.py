@@ -13,12 +13,12 @@ from typing import Any
 from torch import nn
 
 from revzoo.analysis.chains import find_block_chains, preserve_schedules
-from revzoo.analysis.dry_run import isolated
+from revzoo.analysis.dry_run import LossFunction, isolated
 from revzoo.device import has_value
 from revzoo.errors import InputError, MissingValueError, join_names
 from revzoo.planning.profiling.derivation import build_problem
 from revzoo.planning.profiling.hooks import list_units, read_layout
-from revzoo.planning.profiling.trace import LossFunction, Trace, trace
+from revzoo.planning.profiling.trace import Trace, trace
 from revzoo.planning.solvers.problem import Problem
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.layout import LayoutEntry

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from revzoo.analysis.dry_run import require_whole
+from revzoo.analysis.dry_run import LossFunction, memory_errors, require_whole
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.format import format_bytes
-from revzoo.planning.budget import free_bytes, parse_budget
+from revzoo.planning.budget import count_model_bytes, free_bytes, parse_budget
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.inversion_limit import measure_inversion_limit, predict_inversion_limit
-from revzoo.planning.profiling.timing import Timing, measure_timing, measure_workspace, memory_errors, price_by_time
-from revzoo.planning.profiling.trace import LossFunction
+from revzoo.planning.profiling.timing import Timing, measure_timing, measure_workspace, price_by_time
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.planning.solvers.problem import Problem, reprice
 from revzoo.planning.solvers.schedule import cost
@@ -146,8 +145,3 @@ def _find_allowance(model: nn.Module, budget: str | int | None) -> int:
 def price_by_work(memory: Problem) -> Problem:
     """Return the problem with a price for bytes added to the FLOPs, as FLOPs alone would make norms and activations free."""
     return reprice(memory, lambda k, variant, option: option.cost + _FLOPS_PER_BYTE * option.made_bytes)
-
-
-def count_model_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's parameters and buffers."""
-    return sum(t.nbytes for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())

@@ -10,7 +10,6 @@ import random
 import statistics
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,11 +18,10 @@ import torch
 from torch import nn
 
 from revzoo.analysis.chains import preserve_schedules
-from revzoo.analysis.dry_run import call, isolated, leave_autocast
+from revzoo.analysis.dry_run import LossFunction, call, compute_loss, isolated, leave_autocast, memory_errors
 from revzoo.device import forget_peak, has_streams
 from revzoo.planning.profiling.clock import Clock, Median, combine_spreads, find_median, make_clock, repeat, smooth_rising
 from revzoo.planning.profiling.hooks import StepHooks, assign_schedule, list_units
-from revzoo.planning.profiling.trace import LossFunction, compute_loss
 from revzoo.planning.solvers.problem import Problem, Unit, reprice
 from revzoo.planning.solvers.schedule import peak
 from revzoo.runtime.layer_rules import is_made_of_layers
@@ -261,17 +259,6 @@ def measure_workspace(
                 total.backward()
             taken = torch.accelerator.max_memory_allocated(device) - before
     return max(0, -(-(taken - counted_bytes) // _ROUNDING) * _ROUNDING)
-
-
-@contextmanager
-def memory_errors() -> Iterator[None]:
-    """Raise MemoryError where PyTorch raises its own errors for too little memory, on a device or on the CPU."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            raise MemoryError(str(error)) from error
-        raise
 
 
 class _Watch:

@@ -5,7 +5,7 @@ stored step is also the output of the step before it, and one of the pair that a
 `count.py` reads the logs.
 """
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from revzoo.analysis.dry_run import call, leave_autocast, linear_loss
+from revzoo.analysis.dry_run import LossFunction, call, compute_loss, leave_autocast
 from revzoo.analysis.flops import FlopCounter
 from revzoo.block_steps.chain import BlockStep
 from revzoo.errors import InputError
@@ -34,7 +34,6 @@ _ORDER = (
     "in the report of reversible_."
 )
 
-LossFunction = Callable[[Any], Tensor]
 Phase = Literal["forward", "loss", "backward", "end"]
 
 
@@ -176,20 +175,6 @@ def trace(
     traced.inputs = [given - traced.fixed for given in traced.inputs]
     traced.pairs = [pair - traced.fixed for pair in (*traced.pairs, after)]
     return traced
-
-
-def compute_loss(loss: LossFunction | None, outputs: Any) -> Tensor:
-    """Return the loss of what the model returned; without a loss function, the sum of it.
-
-    Raises:
-        InputError: the loss is not a single number, or does not depend on a parameter.
-    """
-    total = (loss or linear_loss)(outputs)
-    if not (isinstance(total, Tensor) and total.numel() == 1 and total.requires_grad):
-        received = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        without = " without a gradient" if isinstance(total, Tensor) and not total.requires_grad else ""
-        raise InputError(f"A loss is one number with a gradient. Received: {received}{without}. Return a mean or a sum.")
-    return total
 
 
 class _Recorder:

@@ -9,18 +9,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from revzoo.analysis.dry_run import accumulated_gradients, require_module
+from revzoo.analysis.dry_run import LossFunction, accumulated_gradients, require_module
 from revzoo.errors import BudgetError, InputError
 from revzoo.model.network import Network
-from revzoo.planning.plan import Plan, Solver
+from revzoo.planning.budget import count_model_bytes
+from revzoo.planning.plan import Plan
 from revzoo.planning.planner import enforce_budget, solve
 from revzoo.planning.profiling.count import count, count_peak
 from revzoo.planning.profiling.inversion_limit import predict_inversion_limit
-from revzoo.planning.profiling.profile import Profile, count_model_bytes
-from revzoo.planning.profiling.trace import LossFunction
+from revzoo.planning.profiling.profile import Profile
 from revzoo.planning.ranks.division import Division, RankBytes, count_rank_bytes
 from revzoo.planning.ranks.rank_copy import Collective, RankMode, divide_copy
 from revzoo.planning.setting import Setting, read_setting
+from revzoo.planning.solvers import Solver
 from revzoo.runtime.mode import MODES, Mode
 from revzoo.sharding.shard import Precision
 
