@@ -86,10 +86,13 @@ def test_bytes_that_one_more_pair_of_steps_keeps(make):
     assert {mode: added(make, mode) for mode in ADDED[make]} == ADDED[make]
 
 
-def test_streams_and_flops_do_not_depend_on_pytorchs_table_of_flops(monkeypatch):
+def test_streams_do_not_depend_on_pytorchs_table_of_flops(monkeypatch):
     """As on 2.14, which lacks attention on the CPU; selective would recompute it, and keep 9 streams."""
     monkeypatch.setattr("torch.utils.flop_counter.flop_registry", {})
     assert added(transformer, "selective") == ADDED[transformer]["selective"]
+
+
+def test_selective_repeats_no_product():
     attention, layers = 4 * B * N * N * D, 2 * B * N * 12 * D * D  # in each of two blocks
     expected = 2 * (attention + layers), 2 * (attention * 5 // 2 + 2 * layers)
     assert flops(transformer, "store") == flops(transformer, "selective") == expected
