@@ -1,8 +1,8 @@
 """Compare the outputs of an original and of its reversible conversion on the same examples."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,27 +17,67 @@ from revzoo.runtime.nested import tensors_in
 _EXAMPLES = 8  # random ones, if no batch is given
 
 
+class Examples(NamedTuple):
+    """What two networks are compared on: images and no mask, or ids and their attention mask."""
+
+    inputs: Tensor
+    mask: Tensor | None
+    are_random: bool
+
+
+def make_examples(model: Model, batch: Any) -> Examples:
+    """Return images (B, C, H, W), ids (B, N), or a mapping with input_ids and attention_mask as examples.
+
+    Args:
+        batch: None: random examples, of texts every other one padded.
+    """
+    if isinstance(batch, Mapping) and "input_ids" in batch:
+        ids = batch["input_ids"]
+        return Examples(ids, batch.get("attention_mask", torch.ones_like(ids)), False)
+    if batch is not None and (not isinstance(batch, Tensor) or not len(batch)):
+        raise InputError(f"A batch is images, ids, or a mapping with input_ids. Received: {type(batch).__name__}.")
+    inputs, padding = model.example_input(_EXAMPLES) if batch is None else batch, getattr(model.spec.input, "padding", None)
+    if inputs.is_floating_point():
+        return Examples(inputs, None, batch is None)
+    if batch is None and padding is not None:
+        inputs = inputs[:, :64]
+        inputs[1::2, inputs.shape[1] // 2 :] = padding
+    mask = torch.ones_like(inputs) if padding is None else (inputs != padding).long()
+    return Examples(inputs, mask, batch is None)
+
+
 @torch.no_grad()
-def compare(what: str, original: nn.Module, model: Model, batch: Any, note: str) -> Comparison:
-    """Compare the outputs of two networks in eval mode.
+def run_original(network: nn.Module, examples: Examples) -> Any:
+    """Return what a library's network returns for examples."""
+    inputs, mask, _ = examples
+    return network(inputs) if mask is None else network(input_ids=inputs, attention_mask=mask)
+
+
+@torch.no_grad()
+def run_converted(model: Model, examples: Examples) -> Tensor:
+    """Return the output of a converted network, computed without keeping anything."""
+    model.schedule = Mode.STORE
+    inputs, mask, _ = examples
+    output: Tensor = model(inputs) if mask is None else model(inputs, mask.bool())
+    return output
+
+
+def compare(what: str, outputs: Any, model: Model, examples: Examples, note: str) -> Comparison:
+    """Compare what the original returned for examples with the output of the converted network.
 
     Args:
         what: names of the two networks.
-        batch: images (B, C, H, W), ids (B, N), or a mapping with input_ids and attention_mask; None: random examples, of texts
-            every other one padded.
+        outputs: of the original, in eval mode.
         note: what causes the difference.
     """
-    inputs, mask = _make_inputs(model, batch)
-    what = f"{what}, on random examples" if batch is None else what
-    model.schedule = Mode.STORE
-    ours = model(inputs) if mask is None else model(inputs, mask.bool())
-    theirs = _select_output(original(inputs) if mask is None else original(input_ids=inputs, attention_mask=mask), ours)
+    ours, mask = run_converted(model, examples), examples.mask
+    theirs = _select_output(outputs, ours)
     ours, theirs = (x.double().flatten(0, -2) if x.dim() > 1 else x.double()[:, None] for x in (ours, theirs))
     if mask is not None and len(ours) == mask.numel():  # ignore padded positions
         ours, theirs = ours[mask.flatten().bool()], theirs[mask.flatten().bool()]
     return Comparison(
-        what=what,
-        examples=len(inputs),
+        what=f"{what}, on random examples" if examples.are_random else what,
+        examples=len(examples.inputs),
         largest_difference=float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)),
         cosine=float(torch.cosine_similarity(ours, theirs, dim=1).mean()),
         agreement=float((ours.argmax(1) == theirs.argmax(1)).double().mean()),
@@ -45,23 +85,17 @@ def compare(what: str, original: nn.Module, model: Model, batch: Any, note: str)
     )
 
 
-@torch.no_grad()
-def measure_largest_state(model: Model, batch: Any) -> float:
+def measure_largest_state(model: Model, examples: Examples) -> float:
     """Return the largest magnitude in the streams during a forward pass with b = 0, in floating point."""
     magnitudes: list[Tensor] = []
 
     def record(_: nn.Module, inputs: tuple[Any, ...]) -> None:
         magnitudes.extend(x.abs().amax() for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
 
-    inputs, mask = _make_inputs(model, batch)
-    handles = [module.register_forward_pre_hook(record) for module in (*model.steps, model.fuse)]
-    try:
-        model.schedule = Mode.STORE
-        with zero_b(model):
-            model(inputs) if mask is None else model(inputs, mask.bool())
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack, zero_b(model):
+        for module in (*model.steps, model.fuse):
+            stack.callback(module.register_forward_pre_hook(record).remove)
+        run_converted(model, examples)
     return float(torch.stack(magnitudes).max())
 
 
@@ -74,30 +108,6 @@ def zero_b(model: Model) -> Iterator[None]:
         yield
     finally:
         model.spec, model.coupling = before
-
-
-def _make_inputs(model: Model, batch: Any) -> tuple[Tensor, Tensor | None]:
-    """Return images and None, or ids and their attention mask."""
-    if isinstance(batch, Mapping) and "input_ids" in batch:
-        ids = batch["input_ids"]
-        return ids, batch.get("attention_mask", torch.ones_like(ids))
-    if batch is not None and (not isinstance(batch, Tensor) or not len(batch)):
-        raise InputError(f"A batch is images, ids, or a mapping with input_ids. Received: {type(batch).__name__}.")
-    inputs = batch if isinstance(batch, Tensor) else _make_examples(model)
-    if inputs.is_floating_point():
-        return inputs, None
-    padding = getattr(model.spec.input, "padding", None)
-    mask = torch.ones_like(inputs) if padding is None else (inputs != padding).long()
-    return inputs, mask
-
-
-def _make_examples(model: Model) -> Tensor:
-    examples = model.example_input(_EXAMPLES)
-    padding = getattr(model.spec.input, "padding", None)
-    if padding is not None and not examples.is_floating_point():
-        examples = examples[:, :64]
-        examples[1::2, examples.shape[1] // 2 :] = padding
-    return examples
 
 
 def _select_output(outputs: Any, like: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from revzoo.checkpoint.folder import save_folder
 from revzoo.checkpoint.writing import write_tensors
 from revzoo.conversion.assign import Assignment, assign
 from revzoo.conversion.choice import B_ARGUMENTS, CouplingChoice, CouplingName
-from revzoo.conversion.compare import compare, measure_largest_state, zero_b
+from revzoo.conversion.compare import Examples, compare, make_examples, measure_largest_state, run_original, zero_b
 from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.original import Original, find_original
 from revzoo.conversion.report import Comparison, ConvertReport
@@ -103,8 +103,9 @@ def convert(
         dtypes = {dtype for row in assignment.rows for dtype in row.original_dtypes}
         if cast := sorted(dtypes & {"float16", "bfloat16", "float64"}):
             notes.append(f"Tensors of {join_names(cast)} became float32.")
-        notes += _coarsen_grid(model, batch)
-        comparisons, reasons = _compare_networks(model, original, assignment, choice, batch)
+        examples = make_examples(model, batch)
+        notes += _coarsen_grid(model, examples)
+        comparisons, reasons = _compare_networks(model, original, assignment, choice, examples)
         if num_outputs is not None:
             model, assignment = _attach_head(model, from_file, original, source_family, choice, num_outputs)
             fresh = join_names([key for row in assignment.rows if row.action == "initialised" for key in row.ours])
@@ -220,7 +221,7 @@ def _make_name(name: str, choice: CouplingChoice, source: Source) -> str:
 
 
 def _compare_networks(
-    model: Model, original: Original, assignment: Assignment, choice: CouplingChoice, batch: Any
+    model: Model, original: Original, assignment: Assignment, choice: CouplingChoice, examples: Examples
 ) -> tuple[tuple[Comparison, ...], list[str]]:
     """Compare the converted network with the original, first at b = 0; return a note instead if the original cannot be run."""
     if any(row.action == "initialised" for row in assignment.rows):
@@ -231,14 +232,14 @@ def _compare_networks(
         network = original.build(original.description, {**original.tensors, **assignment.interpolated})
     except ImportError:
         return (), ["The original was not run: its library is not installed (pip install transformers)."]
-    comparisons = []
+    outputs, comparisons = run_original(network, examples), []
     if not choice.is_additive:
         what = "the original and the converted network at b = 0"
         with zero_b(model):
-            same = compare(what, network, model, batch, "Due to the order of sums alone.")
+            same = compare(what, outputs, model, examples, "Due to the order of sums alone.")
         comparisons.append(same if same.largest_difference <= _ROUNDING else replace(same, note=_UNLIKE))
     cause = "the coupling: until fine-tuned it computes another function" if choice.is_additive else _explain_difference(model)
-    comparisons.append(compare("the original and the converted network", network, model, batch, f"Due to {cause}."))
+    comparisons.append(compare("the original and the converted network", outputs, model, examples, f"Due to {cause}."))
     return tuple(comparisons), []
 
 
@@ -264,11 +265,11 @@ def _describe_expectation(model: Model, comparisons: Sequence[Comparison], assig
     return "Before fine-tuning the outputs are useless: the function differs from the original's. Only the weights carry over."
 
 
-def _coarsen_grid(model: Model, batch: Any) -> list[str]:
+def _coarsen_grid(model: Model, examples: Examples) -> list[str]:
     """Make the grid of the states coarser if they would leave it; return a note if that was done."""
     if not model.coupling.is_exact:
         return []
-    largest = measure_largest_state(model, batch)
+    largest = measure_largest_state(model, examples)
     bits = max(4, min(16, 24 - math.ceil(math.log2(max(largest, 1e-9) * _ROOM))))  # states stay below 2^(24 - bits)
     if bits == 16:
         return []

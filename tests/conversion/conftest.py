@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import revzoo
 from revzoo.conversion.choice import CouplingChoice
@@ -61,6 +61,15 @@ def measure_distance(outputs, expected):
     """Return the largest difference, relative to the largest value of what is expected."""
     assert outputs.shape == expected.shape
     return float((outputs - expected).abs().max() / expected.abs().max())
+
+
+def check_export(folder, expected):
+    """Assert that the way back gives a file with these tensors, bit for bit."""
+    file = folder.parent / "back.safetensors"
+    assert revzoo.export(folder, file) == len(expected)
+    back = load_file(file)
+    assert back.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in back.items())
 
 
 @pytest.fixture(autouse=True)

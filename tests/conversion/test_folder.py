@@ -18,6 +18,7 @@ import zoo_cli
 from revzoo.checkpoint.folder import save_folder
 from revzoo.conversion import convert as convert_module
 from revzoo.errors import InputError
+from tests.conversion.conftest import check_export
 
 
 def test_a_folder_that_every_command_takes_and_the_way_back(file, tmp_path, capsys):
@@ -51,10 +52,7 @@ def test_large_weights_are_in_several_files_and_the_way_back_reads_them(file, tm
     loaded, state = revzoo.create(out).state_dict(), model.state_dict()
     assert loaded.keys() == state.keys()
     assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
-    revzoo.export(out, tmp_path / "back.safetensors")
-    expected, back = load_file(file), load_file(tmp_path / "back.safetensors")
-    assert back.keys() == expected.keys()
-    assert all(torch.equal(back[key], tensor) for key, tensor in expected.items())
+    check_export(out, load_file(file))
     for name in (shards[0], "unused.safetensors"):
         with pytest.raises(InputError, match="is the converted network itself"):
             revzoo.export(out, out / name)

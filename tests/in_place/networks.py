@@ -7,7 +7,9 @@ from torch import nn
 
 from revzoo.analysis.chains import find_block_chains
 from revzoo.runtime import LiveBytes
+from revzoo.runtime.nested import tensors_in
 
+SPLIT = ("attention", "mlp")  # the branches of a block, each a step of its own
 IDS = torch.arange(24).view(2, 12) % 20
 
 
@@ -49,16 +51,16 @@ def compute_loss(outputs):
     return outputs.square().mean() if isinstance(outputs, torch.Tensor) else outputs.loss
 
 
-def train_step(model, batch, schedule=None):
+def train_step(model, batch, schedule=None, loss_function=compute_loss):
     """Return the gradients of one training step, dropout on, and the bytes kept between forward and backward."""
     for chain in find_block_chains(model).values():
         chain.schedule = schedule or chain.schedule
     model.train().zero_grad()
     torch.manual_seed(1)
     live = LiveBytes()
-    known = live.watch([*model.parameters(), *model.buffers(), *batch.values()])
+    known = live.watch([*model.parameters(), *model.buffers(), *tensors_in(batch)])
     with live:
-        loss = compute_loss(model(**batch))
+        loss = loss_function(model(**batch))
         kept = live.alive(without=known, at=live.now())
     loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, kept

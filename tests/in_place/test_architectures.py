@@ -10,7 +10,7 @@ import transformers as hf
 
 import revzoo
 from revzoo.errors import ConversionError
-from tests.in_place.networks import assert_equal
+from tests.in_place.networks import SPLIT, assert_equal, train_step
 
 IDS = torch.arange(24).view(2, 12) % 30 + 3
 CAUSAL = {"input_ids": IDS, "labels": IDS}
@@ -110,7 +110,6 @@ UNREACHED = {"mask_token"}  # in training nothing is masked in a DINOv2
 assert (len(FAST), len(NETWORKS)) == (6, 25)
 
 
-SPLIT = ("attention", "mlp")
 NOT_TWO_BRANCHES = {  # a norm after the sum, branches side by side, other branches
     *("DeBERTa-v2", "BLOOM", "BERT", "DistilBERT", "BART"),
     *("GPT-NeoX", "Falcon"),
@@ -137,13 +136,6 @@ def compute_loss(outputs):
     return outputs.logits.square().mean() if loss is None else loss
 
 
-def compute_gradients(model, batch):
-    model.train().zero_grad()
-    torch.manual_seed(1)
-    compute_loss(model(**batch)).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 def is_untouched(model):
     return not any(m.__dict__.keys() & {"forward", "_call_impl"} for m in model.modules())
 
@@ -152,7 +144,7 @@ def is_untouched(model):
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NETWORKS])
 def test_gradients_are_those_of_storing_and_reach_what_they_reached(name):
     model, paths, batch = make_network(name)
-    keys, original = list(model.state_dict()), compute_gradients(model, batch)
+    keys, original = list(model.state_dict()), train_step(model, batch, None, compute_loss)[0]
     known = {key: value for key, value in batch.items() if key != "labels" or paths}
     for split in (None, SPLIT):
         if split is not None and name in NOT_TWO_BRANCHES:
@@ -164,35 +156,30 @@ def test_gradients_are_those_of_storing_and_reach_what_they_reached(name):
         assert report.steps == (1 if split is None else 2) * sum(chain.length for chain in report.chains)
         assert list(model.state_dict()) == keys
         assert report.similarity.least_cosine > 0.9999
-        gradients = {}
-        for schedule in ("store", "invert"):
-            for chain in report.chains:
-                chain.schedule = schedule
-            gradients[schedule] = compute_gradients(model, batch)
-        assert_equal(gradients["invert"], gradients["store"])
-        assert "layers dropped" in name or gradients["store"].keys() == original.keys()
+        stored, inverted = (train_step(model, batch, schedule, compute_loss)[0] for schedule in ("store", "invert"))
+        assert_equal(inverted, stored)
+        assert "layers dropped" in name or stored.keys() == original.keys()
         revzoo.ordinary_(model)
+        assert is_untouched(model)
     unreached = {name.rpartition(".")[2] for name, _ in model.named_parameters() if name not in original}
     assert "layers dropped" in name or unreached <= UNREACHED
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_losses_of_extra_outputs_have_their_gradients():
+@pytest.mark.parametrize("split", [None, SPLIT])
+def test_losses_of_extra_outputs_have_their_gradients(split):
     make, paths, batch = NETWORKS["T5"]
     kind, config = make()
     config._attn_implementation = "eager"
     model = kind(config)
-    chains = revzoo.reversible_(model, *paths).chains
-    gradients = []
-    for schedule in ("store", "invert"):
-        for chain in chains:
-            chain.schedule = schedule
-        model.train().zero_grad()
-        torch.manual_seed(1)
-        outputs = model(**batch, output_attentions=True)
-        assert len(outputs.decoder_attentions) == len(outputs.cross_attentions) == 3
-        extra = sum(a.square().sum() for a in (*outputs.encoder_attentions[1:2], *outputs.cross_attentions))
-        (outputs.loss + extra).backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    assert all(torch.equal(g, gradients[0][name]) for name, g in gradients[1].items())
-    assert gradients[0]["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"].abs().sum() > 0
+    revzoo.reversible_(model, *paths, batch=batch, split=split)
+
+    def loss(outputs):
+        assert [a.shape for a in outputs.decoder_attentions] == 3 * [(2, 4, 12, 12)]
+        extra = (*outputs.encoder_attentions[1:2], *outputs.cross_attentions)
+        return outputs.loss + sum(a.square().sum() for a in extra)
+
+    given = {**batch, "output_attentions": True}
+    stored, inverted = (train_step(model, given, schedule, loss)[0] for schedule in ("store", "invert"))
+    assert_equal(inverted, stored)
+    assert stored["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"].abs().sum() > 0

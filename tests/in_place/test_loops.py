@@ -9,7 +9,7 @@ from torch import nn
 
 import revzoo
 from revzoo.errors import InputError, ScheduleError
-from tests.in_place.networks import IDS, NETWORKS, TEXT, Toy, X, assert_equal, gpt2, llama, vit
+from tests.in_place.networks import IDS, NETWORKS, SPLIT, TEXT, Toy, X, assert_equal, gpt2, llama, train_step, vit
 
 
 def test_user_loops_see_the_blocks_and_the_same_function():
@@ -58,17 +58,13 @@ def test_a_changed_or_detached_state_begins_a_new_chain():
 
 def test_hidden_states_are_the_states_of_the_chain():
     model = llama()
-    chain = revzoo.reversible_(model).chains[0]
-    gradients = []
-    for schedule in ("store", "invert"):
-        chain.schedule = schedule
-        model.train().zero_grad()
-        torch.manual_seed(1)
-        outputs = model(**TEXT, output_hidden_states=True)
-        assert len(outputs.hidden_states) == 4
-        (outputs.loss + outputs.hidden_states[2].pow(3).mean()).backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    assert_equal(gradients[1], gradients[0])
+    revzoo.reversible_(model)
+    batch = {**TEXT, "output_hidden_states": True}
+    stored, inverted = (
+        train_step(model, batch, schedule, lambda outputs: outputs.loss + outputs.hidden_states[2].pow(3).mean())[0]
+        for schedule in ("store", "invert")
+    )
+    assert_equal(inverted, stored)
     model.eval()
     with torch.no_grad():
         hidden = model(IDS, output_hidden_states=True).hidden_states
@@ -81,9 +77,10 @@ def test_hidden_states_are_the_states_of_the_chain():
         assert torch.equal(model.model.norm(x), hidden[-1])
 
 
-def test_generation_is_that_of_the_full_forward():
+@pytest.mark.parametrize("split", [None, SPLIT])
+def test_generation_is_that_of_the_full_forward(split):
     model = gpt2().eval()
-    revzoo.reversible_(model)
+    revzoo.reversible_(model, batch=TEXT, split=split)
     prompt = IDS[:, :5]
     tokens = model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert torch.equal(tokens, model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=False))

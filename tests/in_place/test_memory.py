@@ -9,21 +9,24 @@ import torch
 import revzoo
 from revzoo.analysis.step_memory import measure_modes
 from revzoo.runtime import LiveBytes
-from tests.in_place.networks import NETWORKS, TEXT, Tanh, Toy, X, count_bytes, llama, switch_checkpointing
+from tests.in_place.networks import NETWORKS, SPLIT, TEXT, Tanh, Toy, X, count_bytes, llama, switch_checkpointing
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 12)])
-def test_each_step_keeps_its_bits_alone_and_the_report_says_so(dtype, bits):
+@pytest.mark.parametrize(
+    ("dtype", "bits", "split"),
+    [(torch.float64, 8, None), (torch.float32, 4, None), (torch.bfloat16, 12, None), (torch.float32, 8, SPLIT)],
+)
+def test_each_step_keeps_its_bits_alone_and_the_report_says_so(dtype, bits, split):
     sizes, said = {}, {}
     for layers in (4, 8):
         model = llama(layers).to(dtype)
-        report = revzoo.reversible_(model, kept_bits=bits)
+        report = revzoo.reversible_(model, batch=TEXT, kept_bits=bits, split=split)
         sizes[layers] = count_bytes(model, TEXT)
         (said[layers],) = report.kept_bytes_per_element
-    elements = 2 * 12 * 32
-    assert [b - a for a, b in zip(sizes[4], sizes[8], strict=True)] == 2 * [4 * elements * bits // 8]  # kept, and the peak
-    assert said[8] - said[4] == 4 * bits / 8
-    assert said[4] == 2 * (8 if dtype is torch.float64 else 4) + 3 * bits / 8
+    elements, steps = 2 * 12 * 32, 4 if split is None else 8
+    assert [b - a for a, b in zip(sizes[4], sizes[8], strict=True)] == 2 * [steps * elements * bits // 8]  # kept, and the peak
+    assert said[8] - said[4] == steps * bits / 8
+    assert said[4] == 2 * (8 if dtype is torch.float64 else 4) + (steps - 1) * bits / 8
     stored = "64 in float64" if dtype is torch.float64 else "32 in float32, 16 in half precision"
     assert f"(their inputs alone would be {stored})" in str(report)
 

@@ -10,7 +10,7 @@ from torch import nn
 import revzoo
 from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import InputError, RecoveryError
-from tests.in_place.networks import NETWORKS, TEXT, Tanh, Toy, X, assert_equal, compute_loss, gpt2, train_step
+from tests.in_place.networks import NETWORKS, SPLIT, TEXT, Tanh, Toy, X, assert_equal, compute_loss, gpt2, train_step
 
 
 def make_case(name):
@@ -45,17 +45,17 @@ def test_a_network_stays_what_it_is_with_nearly_its_function_and_comes_back(name
         revzoo.ordinary_(model)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_gradients_are_those_of_storing(name):
+@pytest.mark.parametrize(("name", "split"), [*((name, None) for name in NETWORKS), ("llama", SPLIT)])
+def test_gradients_are_those_of_storing(name, split):
     model, path, batch = make_case(name)
-    revzoo.reversible_(model, path)
+    report = revzoo.reversible_(model, path, batch=batch, split=split)
     stored, stored_bytes = train_step(model, batch, "store")
     assert stored.keys() == dict(model.named_parameters()).keys()
     for schedule in ("invert", "recompute", "selective"):
         gradients, kept = train_step(model, batch, schedule)
         assert_equal(gradients, stored)
         assert kept < stored_bytes
-    mixed = ["invert", "store", "invert", "recompute", "invert", "invert"][: len(model.get_submodule(path))]
+    mixed = ["invert", "store", "invert", "recompute", "invert", "invert"][: report.steps]
     assert_equal(train_step(model, batch, mixed)[0], stored)
 
 
@@ -114,10 +114,11 @@ def test_a_grid_fits_the_states_of_a_batch(scale):
             toy(x)
 
 
-@pytest.mark.parametrize("through", ["deepcopy", "file"])
-def test_copies_are_reversible_and_independent(through):
+@pytest.mark.parametrize(("through", "split"), [("deepcopy", None), ("file", None), ("file", SPLIT)])
+def test_copies_are_reversible_and_independent(through, split):
     model = gpt2()
-    revzoo.reversible_(model)
+    ordinary, _ = train_step(model, TEXT)
+    revzoo.reversible_(model, batch=TEXT, split=split)
     expected, kept = train_step(model, TEXT)
     if through == "deepcopy":
         other = copy.deepcopy(model)
@@ -129,6 +130,7 @@ def test_copies_are_reversible_and_independent(through):
     gradients, other_kept = train_step(other, TEXT)
     assert_equal(gradients, expected)
     assert other_kept == kept
+    assert_equal(train_step(model, TEXT)[0], ordinary)
 
 
 def test_the_longest_list_is_taken_and_named():
