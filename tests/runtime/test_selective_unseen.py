@@ -189,6 +189,11 @@ def freeze(s: Pair, w: Tensor) -> Tensor:
     return s.b(s.a(w) + 1) * 2 + w.sin()
 
 
+def branch(s: Pair, w: Tensor) -> Tensor:
+    h = s.a(w)
+    return s.b(w.sin() if h.mean() > 0 else w.cos())
+
+
 def route(s: Pair, w: Tensor) -> Tensor:
     """Send each token to one of two experts."""
     x = w.reshape(-1, D)
@@ -234,6 +239,7 @@ CASES: dict[Function, str] = {
     add_what_nothing_needs: "kept",
     gate: "kept",
     freeze: "kept",
+    branch: "kept",
     route: "kept",
     map_over_examples: "kept",
     checkpoint_inside: "kept",

@@ -86,6 +86,14 @@ def test_a_source_of_difference_raises_in_the_backward_of_its_step(source, setti
         run(chain, lambda: change(chain))
 
 
+@pytest.mark.parametrize("bits", [False, True])
+def test_every_element_changes_a_fingerprint(bits):
+    x = torch.randn(6, 4, dtype=torch.float64)
+    expected = fingerprint.take_fingerprint(x, bits=bits)
+    changed = (x + 1e-9 * place.view(6, 4) for place in torch.eye(24))
+    assert all(fingerprint.take_fingerprint(each, bits=bits) != expected for each in changed)
+
+
 class Switched(nn.Module):
     """Gives zeros until it is switched on."""
 
