@@ -282,7 +282,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_fault():
     ("model", "message"),
     [
         (abs, "must be a torch.nn.Module. Received: builtin_function_or_method"),
-        (nn.Linear(8, 8), "no revzoo.Model or ReversibleChain in this Linear"),
+        (nn.Linear(8, 8), "no revzoo.Model, ReversibleChain or LayerChain in this Linear"),
         (ReversibleChain([nn.Linear(8, 8, device="meta")]), "Received: meta or fake parameters"),
     ],
 )
