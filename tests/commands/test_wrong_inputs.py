@@ -11,6 +11,7 @@ from PIL import Image
 import revzoo
 from revzoo import plugin
 from revzoo.checkpoint.files import save_weights
+from revzoo.errors import RevzooError
 from revzoo.registry import branches
 from revzoo.training.recipe import load_recipe
 
@@ -29,6 +30,8 @@ FILES = {
     "failing_parts.py": "1 / 0\n",
     "own_parts.py": OWN_PARTS,
     "own_data.py": "number = 3\n\ndef raises(options, input):\n    return {}['images']\n",
+    "uneven.csv": "text,label\na cat, asleep,cat\n",
+    "loop.yaml": "base: loop.yaml\n",
     "recipe.yaml": "base: digits\ntrain: {epochs: 1}\n",
     "spec.yaml": "base: rev_vit_s\n",
 }
@@ -84,6 +87,8 @@ WRONG = {
     "train digits --epochs 3": ("'--epochs'", "overrides without dashes"),
     "train --resume runs/run --out x": ("not allowed with argument --resume",),
     "train --resume runs/run digits": ("--resume and digits",),
+    "train images photos": ("images, photos", "data.root=DIR"),
+    "list a b": ("'b'",),
     "verify rev_vit_digits --device gpu": ("'gpu'", "cpu"),
     "train --out ''": ("empty word",),
     # models
@@ -92,8 +97,12 @@ WRONG = {
     "show runs/rum": ("runs/rum", "'runs/run'"),
     "show runs": ("no spec.yaml", "'runs/damaged'"),
     "show resnet18": ("'resnet18'", "revzoo convert NAME"),
+    "show digits": ("'digits'", "revzoo train digits"),
     "verify small.pth": ("small.pth", "model.checkpoint=small.pth"),
     "show recipe.yaml": ("recipe.yaml: base", "digits is a recipe"),
+    "show loop.yaml": ("loop.yaml -> loop.yaml",),
+    "show rev_vit_s stages.7.depth=3": ("stages.7.depth", "0 to 0"),
+    "show rev_vit_digits stem.type=resnet": ("stem={type: resnet, ...}",),
     "show rev_vit_s heads=2": ("'heads'", "'block.f.heads'"),
     # files to write
     f"train --out {'x' * 3000}": ("Name a shorter one",),
@@ -107,6 +116,9 @@ WRONG = {
     # recipes and settings
     "train digts": ("'digts'", "'digits'"),
     "train photos": ("revzoo train images data.root=photos",),
+    "train rev_vit_s": ("'rev_vit_s'", "revzoo train digits model=rev_vit_s"),
+    "train img_size=16": ("'img_size'", "model.overrides=[img_size=...]"),
+    "train finetune model=rev_vit_s data.root=photos": ("rev_vit_s", "revzoo train images model=rev_vit_s"),
     "train spec.yaml": ("'rev_vit_s'", "revzoo train digits model=spec.yaml"),
     "train optimizer.rl=1 train.epochs=many": ("2 problems", "'rl'", "'lr'", "'many'", "an integer >= 1"),
     "train model.overrides=[input.size=[9,9]]": ("1 channels and 9x9",),
@@ -118,6 +130,8 @@ WRONG = {
     "train images data.root=split": ("cow",),
     "train data.name=own_data:raises": ("KeyError: 'images'", "line 4 of"),
     "train texts data.root=headless.csv": ("headless.csv", "names its columns"),
+    "train texts data.root=uneven.csv": ("uneven.csv", "quotation marks"),
+    "train texts data.root=table.csv model=rev_vit_digits": ("model.name=rev_roberta_mini",),
     "tokenizer table.csv --vocabulary 3 --out t.json": ("3 tokens", "261"),
     # runs, predictions, exports, conversions
     "eval": ("a model whose weights ship",),
@@ -145,6 +159,19 @@ def test_the_message_names_culprit_and_remedy(command, refused, place):
     message = refused(*shlex.split(command))
     assert [part for part in WRONG[command] if part not in message] == [], message
     assert list_files(place) == before
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: revzoo.create(3), "Received: 3"),
+        (lambda: revzoo.build("rev_vit_s"), r"revzoo.create\(name\)"),
+        (lambda: revzoo.transform(torch.nn.Linear(2, 2)), "Received: Linear"),
+    ],
+)
+def test_arguments_in_python(call, message):
+    with pytest.raises(RevzooError, match=message):
+        call()
 
 
 def test_system_errors_are_reported_without_a_traceback(refused, monkeypatch):
