@@ -5,7 +5,10 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from revzoo.analysis.dry_run import require_module
 from revzoo.block_steps.chain import BlockChain, get_step
+from revzoo.device import has_value
+from revzoo.errors import InputError
 from revzoo.model.network import Network
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain
@@ -26,6 +29,15 @@ def find_chains(model: nn.Module) -> dict[str, Chain]:
         elif (step := get_step(module)) is not None:
             chains.setdefault(name.rpartition(".")[0], step.chain)
     return {f"{name}." if name else "": chain for name, chain in chains.items()}
+
+
+def require_chains(model: nn.Module) -> None:
+    """Raise InputError unless the model has chains, and parameters with values: else nothing can be rebuilt and compared."""
+    require_module(model)
+    if not find_chains(model):
+        raise InputError(f"There is no revzoo.Model, ReversibleChain or LayerChain in this {type(model).__name__}.")
+    if not all(map(has_value, model.parameters())):
+        raise InputError("What is rebuilt can be compared where parameters have values. Received: meta or fake parameters.")
 
 
 def find_block_chains(model: nn.Module) -> dict[str, BlockChain]:

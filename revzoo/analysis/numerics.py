@@ -23,12 +23,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from revzoo.analysis.chains import find_chains, preserve_schedules
-from revzoo.analysis.dry_run import Paths, call, isolated, require_module, select_differentiable
+from revzoo.analysis.chains import find_chains, preserve_schedules, require_chains
+from revzoo.analysis.dry_run import Paths, call, isolated, select_differentiable
 from revzoo.bijection import Bijection
-from revzoo.errors import InputError
 from revzoo.format import count_noun, format_ratio
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.layer_call import find_alpha
@@ -146,11 +144,7 @@ def measure_numerics(model: nn.Module, batch: Any, *, loss: Loss | None = None) 
     Cost: time of two training steps and one forward; memory of a training step that stores everything, and of a copy of the
         states that are rebuilt, or of the inputs of the layers with an inverse.
     """
-    require_module(model)
-    if not find_chains(model):
-        raise InputError(f"There is no revzoo.Model, ReversibleChain or LayerChain in this {type(model).__name__} to measure.")
-    if any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters()):
-        raise InputError("Rounding errors can be measured where parameters have values. Received: meta or fake parameters.")
+    require_chains(model)
     recorder = _StateRecorder(model)
     stored = _compute_gradients(model, batch, loss or _sum_with_random_weights, Mode.STORE)
     rebuilt = _compute_gradients(model, batch, loss or _sum_with_random_weights, recorder=recorder)

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from revzoo.analysis.chains import find_chains, find_steps
-from revzoo.analysis.dry_run import Paths, require_module
+from revzoo.analysis.chains import find_steps, require_chains
+from revzoo.analysis.dry_run import Paths
 from revzoo.analysis.trial import Gradients, Outcome, Trial
-from revzoo.errors import InputError, RecoveryError, join_names
+from revzoo.errors import RecoveryError, join_names
 from revzoo.format import format_dtype, format_ratio
 from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.mode import Mode
@@ -120,11 +119,7 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
     Cost: time of three training steps; besides the memory of a training step that stores everything, a copy of the model and
         another set of gradients.
     """
-    require_module(model)
-    if not find_chains(model):
-        raise InputError(f"There is no revzoo.Model or ReversibleChain in this {type(model).__name__} to verify.")
-    if any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters()):
-        raise InputError("Gradients can be compared where parameters have values. Received: meta or fake parameters.")
+    require_chains(model)
     trial = Trial(model, batch)
     return _share_problems(model, _run_and_compare(trial, model))
 

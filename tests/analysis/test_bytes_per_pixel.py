@@ -140,6 +140,9 @@ def test_values_that_a_later_node_rebuilds_from_are_hidden_activations():
 def test_a_name_is_enough():
     report = revzoo.bytes_per_pixel("rev_vit_digits")
     assert (report.images, report.size) == (32, (8, 8))
+    _, heads, *lines = str(report).splitlines()
+    assert [line.split()[0] for line in (heads, *lines)] == ["stage", "stem", "stages.0", "fuse", "head"]
+    assert [float(line.split()[4]) for line in lines[2:]] == pytest.approx([514.0, 394.6])
     row = report.to_dict()
     assert (row["bytes_per_pixel"], row["peak_stage"]) == (report.bytes_per_pixel, "stages.0")
 

@@ -199,12 +199,6 @@ def test_on_a_gpu_foreach_is_counted_unless_it_is_turned_off():
     assert count_optimizer(model, torch.optim.AdamW(model.parameters(), fused=True)).update == 0
 
 
-def test_optimizer_of_a_model_on_meta():
-    with torch.device("meta"):
-        model = nn.Linear(16, 8)
-    assert revzoo.measure_memory(model, torch.randn(2, 16), torch.optim.AdamW(model.parameters())).optimizer_bytes == 1096
-
-
 def test_an_optimizer_that_cannot_be_predicted_is_refused():
     model = nn.Linear(4, 4)
     with pytest.raises(InputError, match=r"state of LBFGS cannot be predicted .* Measure without the optimizer"):

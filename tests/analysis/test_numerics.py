@@ -42,17 +42,6 @@ class Off(nn.Module):
         return y / self.weight * 1.1
 
 
-class Pair(nn.Module):
-    """A chain on the halves of a tensor."""
-
-    def __init__(self, chain):
-        super().__init__()
-        self.chain = chain
-
-    def forward(self, x):
-        return torch.cat(self.chain(*x.chunk(2, 1)), 1)
-
-
 @pytest.mark.parametrize("slope", [0.05, 0.5])
 def test_alpha_of_leaky_relu(slope):
     measured, formula = measure_alpha(InvertibleLeakyReLU(slope), images(8, 16, 32, 32))
@@ -177,12 +166,6 @@ def test_noise_as_large_as_the_signal_is_measured_without_a_warning_or_an_error(
     assert report.worst.snr < 10
     assert report.worst.predicted_snr < 10
     assert not report.angle < 0.1
-
-
-def test_states_of_two_chains_are_not_taken_for_one():
-    chains = nn.Sequential(*(Pair(ReversibleChain([nn.Linear(3, 3), nn.Linear(3, 3)])) for _ in range(2)))
-    report = revzoo.measure_numerics(chains, images(2, 6, dtype=torch.float32))
-    assert [state.name for state in report.states] == ["0.chain.steps.1", "1.chain.steps.1"]
 
 
 def test_what_is_stored_or_kept_is_not_rebuilt():

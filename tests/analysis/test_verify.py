@@ -105,9 +105,8 @@ def test_only_steps_that_run_again_have_an_error():
     assert chain.schedule == ["store", "recompute", "invert"]
 
 
-@pytest.mark.parametrize("name", ["rev_vit_digits", "revnet_digits"])
-def test_shipped_models_pass_and_are_left_as_found(name):
-    model = revzoo.create(name)
+def test_a_shipped_model_passes_and_is_left_as_found():
+    model = revzoo.create("revnet_digits")
     before = {key: t.clone() for key, t in model.state_dict().items()}
     random = torch.get_rng_state()
     x = model.example_input(4)
@@ -282,7 +281,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_fault():
     ("model", "message"),
     [
         (abs, "must be a torch.nn.Module. Received: builtin_function_or_method"),
-        (nn.Linear(8, 8), "no revzoo.Model or ReversibleChain in this Linear"),
+        (nn.Linear(8, 8), "no revzoo.Model, ReversibleChain or LayerChain in this Linear"),
         (ReversibleChain([nn.Linear(8, 8, device="meta")]), "Received: meta or fake parameters"),
     ],
 )

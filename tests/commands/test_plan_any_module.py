@@ -95,7 +95,6 @@ def test_mistakes(arguments, message, own, refused):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("{", "Transformers makes no network of sounds/config.json (OSError: It looks like the config file at "),
         ('{"a": 1}', "Transformers makes no network of sounds/config.json (ValueError: Unrecognized model in sounds. "),
         (
             '{"model_type": "wav2vec2", "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 1}',
@@ -120,21 +119,10 @@ def test_colons_in_other_names(short, tmp_path, monkeypatch, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "title"),
-    [
-        (
-            {"model_type": "t5", "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 50},
-            "T5Model, batch of [1, 512] int64, [1, 512] int64",  # of encoder and decoder
-        ),
-        (
-            {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8], "depths": [1]},
-            "ResNetModel, batch of [1, 3, 224, 224] float32",  # of which nothing says the size
-        ),
-    ],
-)
-def test_folders_of_transformers(config, title, tmp_path, monkeypatch, run):
+def test_folders_of_transformers(tmp_path, monkeypatch, run):
+    config = {"model_type": "t5", "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 50}
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "config.json").write_text(json.dumps(config))
+    title = "T5Model, batch of [1, 512] int64, [1, 512] int64"  # of encoder and decoder
     assert run("plan", "small", "--budget", "1GiB", "--batch", 1).startswith(title)

@@ -125,20 +125,11 @@ def test_shipped_weights_are_evaluated_by_their_name(run, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["run", "text"])
-def test_onnxruntime_computes_the_same(trained, tmp_path, run, capsys, kind):
+def test_onnxruntime_computes_the_same(trained, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
-    if kind == "text":
-        model = revzoo.create("rev_bert_mini", overrides=["stages.0.depth=1"])
-        model.class_names = ("cat", "dog")
-        model.save_pretrained(tmp_path / "text")
-    assert (
-        zoo_cli.main(["export", str(trained if kind == "run" else tmp_path / "text"), "--onnx", str(tmp_path / "a.onnx")]) == 0
-    )
-    assert "onnxruntime's outputs differ from the model's by " in capsys.readouterr().out
+    assert zoo_cli.main(["export", str(trained), "--onnx", str(tmp_path / "a.onnx")]) == 0
     session = onnxruntime.InferenceSession(tmp_path / "a.onnx", providers=["CPUExecutionProvider"])
-    names = json.loads(session.get_modelmeta().custom_metadata_map["revzoo.classes"])
-    assert names == (list("0123456789") if kind == "run" else ["cat", "dog"])
+    assert json.loads(session.get_modelmeta().custom_metadata_map["revzoo.classes"]) == list("0123456789")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from PIL import Image
 import revzoo
 from revzoo import plugin
 from revzoo.checkpoint.files import save_weights
+from revzoo.errors import RevzooError
 from revzoo.registry import branches
 from revzoo.training.recipe import load_recipe
 
@@ -25,12 +26,12 @@ class Unbuilt(nn.Module):
 """
 FILES = {
     "table.csv": "text,label\n" + "a cat,cat\na dog,dog\n" * 12,
-    "other.csv": "review,stars\ngood,5\n",
     "headless.csv": "a cat purrs,cat\na dog barks,dog\n",
     "failing_parts.py": "1 / 0\n",
     "own_parts.py": OWN_PARTS,
     "own_data.py": "number = 3\n\ndef raises(options, input):\n    return {}['images']\n",
-    "open.yaml": "name: [a\n",
+    "uneven.csv": "text,label\na cat, asleep,cat\n",
+    "loop.yaml": "base: loop.yaml\n",
     "recipe.yaml": "base: digits\ntrain: {epochs: 1}\n",
     "spec.yaml": "base: rev_vit_s\n",
 }
@@ -48,10 +49,8 @@ def place(tmp_path_factory) -> Path:
             (place / folder / name).mkdir(parents=True, exist_ok=True)
             for i in range(1 if folder == "split/val" else 6):
                 Image.effect_noise((8, 8), 50).save(place / folder / name / f"{i}.png")
-    (place / "empty").mkdir()
     Image.effect_noise((8, 8), 50).save(place / "photo.png")
     (place / "broken.png").write_bytes((place / "photo.png").read_bytes()[:60])
-    torch.save({"epoch": 3}, place / "state.pth")
     write_models(place)
     return place
 
@@ -88,7 +87,8 @@ WRONG = {
     "train digits --epochs 3": ("'--epochs'", "overrides without dashes"),
     "train --resume runs/run --out x": ("not allowed with argument --resume",),
     "train --resume runs/run digits": ("--resume and digits",),
-    "show rev_vit_s --batch=0": ("--batch", "from 1 to", "'0'"),
+    "train images photos": ("images, photos", "data.root=DIR"),
+    "list a b": ("'b'",),
     "verify rev_vit_digits --device gpu": ("'gpu'", "cpu"),
     "train --out ''": ("empty word",),
     # models
@@ -97,11 +97,13 @@ WRONG = {
     "show runs/rum": ("runs/rum", "'runs/run'"),
     "show runs": ("no spec.yaml", "'runs/damaged'"),
     "show resnet18": ("'resnet18'", "revzoo convert NAME"),
+    "show digits": ("'digits'", "revzoo train digits"),
     "verify small.pth": ("small.pth", "model.checkpoint=small.pth"),
-    "show open.yaml": ("open.yaml: line 2", "invalid YAML"),
     "show recipe.yaml": ("recipe.yaml: base", "digits is a recipe"),
+    "show loop.yaml": ("loop.yaml -> loop.yaml",),
+    "show rev_vit_s stages.7.depth=3": ("stages.7.depth", "0 to 0"),
+    "show rev_vit_digits stem.type=resnet": ("stem={type: resnet, ...}",),
     "show rev_vit_s heads=2": ("'heads'", "'block.f.heads'"),
-    "show rev_vit_s block.f.heads=5": ("found 5", "a divisor of the width 384"),
     # files to write
     f"train --out {'x' * 3000}": ("Name a shorter one",),
     # plans
@@ -114,28 +116,27 @@ WRONG = {
     # recipes and settings
     "train digts": ("'digts'", "'digits'"),
     "train photos": ("revzoo train images data.root=photos",),
+    "train rev_vit_s": ("'rev_vit_s'", "revzoo train digits model=rev_vit_s"),
+    "train img_size=16": ("'img_size'", "model.overrides=[img_size=...]"),
+    "train finetune model=rev_vit_s data.root=photos": ("rev_vit_s", "revzoo train images model=rev_vit_s"),
     "train spec.yaml": ("'rev_vit_s'", "revzoo train digits model=spec.yaml"),
     "train optimizer.rl=1 train.epochs=many": ("2 problems", "'rl'", "'lr'", "'many'", "an integer >= 1"),
     "train model.overrides=[input.size=[9,9]]": ("1 channels and 9x9",),
     "train train.freeze=[steem]": ("'steem'", "such as stem"),
     "train model.checkpoint=small.pht": ("small.pht", "'small.pth'"),
-    "train model.checkpoint=state.pth": ("no state dict", "epoch"),
     # data
     "train images": ("data.root: found nothing", "data.root=DIR"),
     "train images data.root=table.csv": ("table.csv", "revzoo train texts"),
-    "train images data.root=empty": ("empty", "one folder of images per class"),
     "train images data.root=split": ("cow",),
-    "train images data.root=photos": ("data.batch_size=32", "data.batch_size=10"),
     "train data.name=own_data:raises": ("KeyError: 'images'", "line 4 of"),
     "train texts data.root=headless.csv": ("headless.csv", "names its columns"),
-    "train texts data.root=other.csv": ("review, stars", "data.text.column=review"),
+    "train texts data.root=uneven.csv": ("uneven.csv", "quotation marks"),
+    "train texts data.root=table.csv model=rev_vit_digits": ("model.name=rev_roberta_mini",),
     "tokenizer table.csv --vocabulary 3 --out t.json": ("3 tokens", "261"),
     # runs, predictions, exports, conversions
     "eval": ("a model whose weights ship",),
-    "eval photos": ("no best.safetensors",),
     "eval rev_vit_s": ("No weights ship for rev_vit_s", "rev_vit_digits"),
     "eval runs/damaged": ("best.safetensors", "Copy it again"),
-    "train --resume photos": ("no config.yaml",),
     "predict runs/run phot.png": ("phot.png", "'photo.png'"),
     "predict runs/run table.csv": ("table.csv", "takes images"),
     "predict runs/run broken.png": ("broken.png", "Replace or remove it"),
@@ -158,6 +159,19 @@ def test_the_message_names_culprit_and_remedy(command, refused, place):
     message = refused(*shlex.split(command))
     assert [part for part in WRONG[command] if part not in message] == [], message
     assert list_files(place) == before
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: revzoo.create(3), "Received: 3"),
+        (lambda: revzoo.build("rev_vit_s"), r"revzoo.create\(name\)"),
+        (lambda: revzoo.transform(torch.nn.Linear(2, 2)), "Received: Linear"),
+    ],
+)
+def test_arguments_in_python(call, message):
+    with pytest.raises(RevzooError, match=message):
+        call()
 
 
 def test_system_errors_are_reported_without_a_traceback(refused, monkeypatch):

@@ -1,13 +1,16 @@
 """Test files that are programs, too: their processes run all cases in one group, and the tests look at what they wrote."""
 
 import faulthandler
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
+from subprocess import PIPE
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,34 +78,42 @@ def fork(processes: int, work: Callable[[int], object]) -> int:
     return int(any(ends))
 
 
+@pytest.fixture(scope="session")
+def start() -> Iterator[Callable[..., None]]:
+    """Return a function that runs a program in a folder. One process forks all: importing what they share takes seconds."""
+    paths = {"PYTHONPATH": str(Path(revzoo.__file__).parents[1]), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("starter.py"))]
+    with subprocess.Popen(command, env=os.environ | paths, text=True, stdin=PIPE, stdout=PIPE) as starter:
+
+        def start(program: Path, folder: Path, *words: str, seconds: int = 300) -> None:
+            call = (str(program), str(folder), words, os.environ | paths, seconds)
+            print(json.dumps(call), file=starter.stdin, flush=True)
+            done = SimpleNamespace(returncode=int(starter.stdout.readline()))
+            assert done.returncode == 0, (folder / "errors").read_text()
+
+        yield start
+        starter.stdin.close()
+
+
 @pytest.fixture(scope="module")
-def run_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+def run_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, start) -> Callable[[bool], Path]:
     """Return a function that runs the quick or the slow cases of a file, once, and returns the folder of their runs."""
 
     @cache
     def run(quick: bool) -> Path:
         folder = tmp_path_factory.mktemp(request.path.stem)
-        environment = {**os.environ, "PYTHONPATH": str(Path(revzoo.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-        environment["ACCELERATE_USE_CPU"] = "true"
-        command = [sys.executable, "-W", "ignore", str(request.path), str(folder), "quick" if quick else "slow"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=request.module.SECONDS)
-        assert done.returncode == 0, done.stderr
-        (folder / "output").write_text(done.stdout)
+        start(request.path, folder, "quick" if quick else "slow", seconds=request.module.SECONDS)
         return folder
 
     return run
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., list[str]]:
+def launch(tmp_path: Path, start) -> Callable[..., list[str]]:
     """Return a function that types commands of launchers in an empty folder, and returns what each has printed."""
 
     def launch(*lines: str) -> list[str]:
-        environment = {**os.environ, "PYTHONPATH": str(Path(revzoo.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-        environment["ACCELERATE_USE_CPU"] = "true"
-        command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("launcher.py")), *lines]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+        start(Path(__file__).with_name("launcher.py"), tmp_path, *lines)
         return [(tmp_path / f"output-{number}.txt").read_text() for number in range(len(lines))]
 
     return launch

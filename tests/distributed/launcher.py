@@ -13,9 +13,6 @@ from conftest import fork
 from torch.distributed import run as torchrun
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import revzoo.data.digits
-import revzoo.training.loop  # noqa: F401  what the processes share
-
 
 def run_python(*words: str) -> None:
     """Do what `python -u` with these words does: run a module, or a file."""
@@ -43,8 +40,7 @@ def launch(line: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for number, line in enumerate(sys.argv[1:]):
+    for number, line in enumerate(sys.argv[2:]):
 
         def print_to_file(rank: int, line: str = line, number: int = number) -> None:
             os.dup2(os.open(f"output-{number}.txt", os.O_WRONLY | os.O_CREAT), 1)

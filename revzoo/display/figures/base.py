@@ -45,14 +45,10 @@ def simplify_axes(axes: Axes) -> None:
     axes.spines["bottom"].set_color(FAINT)
 
 
-def mark_bytes(axis: Axis, low: float, high: float, most: int = 7) -> None:
-    """Put ticks at round sizes from low to high on an axis, labelled in one unit, such as "0.8 GiB" and "1.2 GiB".
-
-    Args:
-        most: how many ticks at most.
-    """
+def mark_bytes(axis: Axis, low: float, high: float) -> None:
+    """Put ticks at round sizes from low to high on an axis, labelled in one unit, such as "0.8 GiB" and "1.2 GiB"."""
     name, unit = choose_byte_unit(high)
-    ticks = MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(low / unit, high / unit)
+    ticks = MaxNLocator(7, steps=[1, 2, 5, 10]).tick_values(low / unit, high / unit)
     axis.set_major_locator(FixedLocator([tick * unit for tick in ticks if low <= tick * unit <= high]))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda size, _: f"{size / unit:.6g} {name}" if size else "0 B"))
