@@ -11,7 +11,7 @@ no tensor is overwritten that somebody else could read.
 
 The function is that of BatchNorm and activation, also where a weight is negative or 0. Where a weight is so small that xhat
 would drown in the rounding of z, or ELU has flattened z, the normalised input of that channel is kept (`function.py`).
-This reads numbers on the host, so a GPU waits once per call.
+To read that would make a GPU wait in every layer, so there an earlier step shows which channels these are (`weak.py`).
 
 Backward takes one new tensor of the size of x, one more for the gradient of a shortcut, and three temporaries of the size of
 some channels (`backward.py`). Channels are independent, so all of a part is computed while it is in the cache.

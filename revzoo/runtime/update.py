@@ -60,7 +60,7 @@ class Update:
     """How one step, bijection or layer changes the states, and how to undo that."""
 
     b = 1.0  # each inversion multiplies errors by 1 / |b|
-    growth: float | Tensor = 1.0  # and by what this predicts
+    growth: float | Tensor = 1.0  # and relative ones by this, as predicted
     inverts_first = False  # whether `invert` gives the input of f without its output, so that f runs after it
     reads = 1  # which of the states before it is the input of f
 
@@ -146,20 +146,20 @@ class RegroupUpdate(Update):
     """The states are taken apart, or put together.
 
     Args:
-        split: returns the states after it.
-        join: returns those before it.
+        regroup: returns the states after it.
+        undo: returns those before it.
         x: the state before it, if that is one.
     """
 
-    def __init__(self, split: Callable[..., States], join: Callable[..., States], x: Tensor | None = None):
-        self._split, self._join = split, join
+    def __init__(self, regroup: Callable[..., States], undo: Callable[..., States], x: Tensor | None = None):
+        self._regroup, self._undo = regroup, undo
         self._strides = None if x is None else get_strides(x)
 
     def advance(self, states: States, out: None) -> States:
-        return self._split(*states)
+        return self._regroup(*states)
 
     def invert(self, states: States, out: None) -> States:
-        return tuple([restore_strides(x, self._strides) for x in self._join(*states)])
+        return tuple([restore_strides(x, self._strides) for x in self._undo(*states)])
 
 
 class LayerUpdate(Update):

@@ -179,6 +179,7 @@ def test_every_bit_of_a_state_comes_back(coupling, dtype):
         previous, current = grid.round(previous), grid.round(current)
         following, kept = grid.advance(chosen, previous, current, out, keeps_bits=True)
         rebuilt = grid.invert(chosen, following, current, out, kept, torch.empty_like(previous))
+        assert not torch.signbit(following[following == 0]).any()
         inside = following.abs() < grid.limit
         compared += int(inside.sum())
         assert torch.equal(rebuilt[inside].view(integers), previous[inside].view(integers))

@@ -6,7 +6,6 @@ from weakref import ref
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from revzoo.errors import RecoveryError
@@ -22,8 +21,6 @@ from revzoo.runtime import (
     SpaceToBatch,
     SpaceToDepth,
 )
-from revzoo.runtime.layer_chain import run_layers_apart
-from revzoo.runtime.layer_rules import Layer
 from tests.runtime.test_layerwise import SHAPE, assert_stored_gradients, differentiate, inputs, loss_of
 
 
@@ -323,66 +320,3 @@ def test_statistics_are_freed_as_soon_as_no_backward_can_ask_for_them(monkeypatc
         second = torch.autograd.grad(loss, [x, *net.parameters()])
         torch.testing.assert_close(second, first, rtol=1e-9, atol=1e-12)  # from a state that was computed again
         assert alive == [5, 1]
-
-
-# The paper's widths: a convolution to 32 channels, then channel pools to 128 and 512, which keep the numbers of a state.
-B, SIZE = 32, 240
-
-
-class Layerwise(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layers = [nn.Conv2d(3, 32, 3, padding=1, bias=False), InvertibleBatchNorm2d(32), InvertibleLeakyReLU()]
-        self.chain = LayerChain(*layers, SpaceToDepth(), *unit(128), SpaceToDepth(), *unit(512))
-
-    def forward(self, x):
-        return nn.functional.adaptive_max_pool2d(self.chain(x), 1).sum()
-
-
-class Pooled(nn.Module):
-    """The same without a whole tensor between the first norm and the last activation."""
-
-    def __init__(self):
-        super().__init__()
-        pools = PixelUnshuffle(), PixelUnshuffle()
-        layers = [*Layerwise().chain]
-        self.stem = layers[0]
-        self.layers = nn.ModuleList([*layers[1:3], pools[0], *layers[4:7], pools[1], *layers[8:]])
-
-    def forward(self, x):
-        halves = run_layers_apart([Layer(layer, str(i)) for i, layer in enumerate(self.layers)], [self.stem(x)])
-        return sum(nn.functional.adaptive_max_pool2d(half, 1).sum() for half in halves)
-
-
-class Hybrid(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 32, 3, padding=1, bias=False)
-        steps = [nn.Sequential(*unit(16)) for _ in range(2)]
-        steps += [SpaceToDepth(), *(nn.Sequential(*unit(64), *unit(64)) for _ in range(2))]
-        self.chain = ReversibleChain(steps)
-
-    def forward(self, x):
-        streams = [half.clone() for half in self.stem(x).chunk(2, 1)]  # the stem's output is freed
-        return sum(nn.functional.adaptive_max_pool2d(y, 1).sum() for y in self.chain(*streams))
-
-
-@pytest.mark.parametrize(
-    ("make", "channels"),
-    [
-        # The state, and the gradients of the output and of the input of one operation, which autograd holds at once.
-        (Layerwise, 32 + 32 + 32),
-        # The state and its gradient, and what an operation on half of the channels adds.
-        (Pooled, 32 + 32 + 16),
-        # Both streams, their gradients; within f the state and the gradient, and in one half what an operation adds.
-        (Hybrid, 32 + 32 + 16 + 16 + 8),
-    ],
-)
-def test_channels_per_pixel_at_the_peak(make, channels):
-    with FakeTensorMode():
-        net, images = make(), torch.randn(B, 3, SIZE, SIZE)
-        with LiveBytes() as live:
-            known = live.watch([net.parameters(), net.buffers(), images])
-            net(images).backward()
-            known |= live.watch([p.grad for p in net.parameters()])
-    assert live.peak(without=known) // (4 * B * SIZE * SIZE) == channels

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import revzoo
 from revzoo.errors import InputError, RecoveryError
 from revzoo.registry import couplings
-from revzoo.runtime import LiveBytes, ReversibleChain, SpaceToDepth, conditions, lookahead, settings
+from revzoo.runtime import LiveBytes, ReversibleChain, conditions, lookahead, settings
 
 MODES = {
     "invert": "invert",
@@ -207,14 +207,6 @@ def test_bits_are_those_of_the_serial_backward(modes, coupling, dropout):
     chain = ReversibleChain([Told(i, p=dropout) for i in range(7)], coupling)
     chain.schedule = MODES[modes]
     assert_same_with_and_without(chain, *torch.randn(2, 4, 6))
-
-
-def test_bijections_convolutions_and_batch_norm():
-    def conv(width: int) -> nn.Module:
-        return nn.Sequential(nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))
-
-    chain = ReversibleChain([conv(2), conv(2), SpaceToDepth(2), conv(8), conv(8), conv(8)])
-    assert_same_with_and_without(chain, *torch.randn(2, 3, 2, 4, 4), repeats=4)
 
 
 @pytest.mark.parametrize("name", ["irevnet_digits", "rev_mvit_digits", "revnet_digits"])
