@@ -15,17 +15,6 @@ from revzoo.spec import Part
 
 # The largest networks are built in slow tests only; of the others, some of every family are also run.
 SLOW_TO_BUILD = ("*_300*", "*_enwik8", "*_bert_large", "*_1024", "*_h", "rev_mvit_l", "*_g", "*_g_mlp", "*_v2_b", "*_104")
-    "*_300*",
-    "*_enwik8",
-    "rev_bert_large",
-    "*_1024",
-    "*_h",
-    "rev_mvit_l",
-    "*_g",
-    "*_g_mlp",
-    "*_v2_b",
-    "revnet_104",
-)
 QUICK_TO_RUN = ("irevnet_injective", "*_mini", "*_digits", "rev_vit_s")
 MODELS = revzoo.list_models()
 
