@@ -31,25 +31,22 @@ def fetch_if_on_hub(source: str | Path) -> str | Path:
     return fetch_folder(source) if isinstance(source, str) and source.startswith(HUB_PREFIX) else source
 
 
-def fetch_folder(source: str, *, revision: str | None = None, **where: Any) -> Path:
+def fetch_folder(source: str, **where: Any) -> Path:
     """Fetch spec, weights and tokenizer of a repository, and return the folder that holds them.
 
     Args:
         source: OWNER/NAME or OWNER/NAME@REVISION, with or without hf-hub: before it.
-        revision: branch, tag or commit, if the source names none; None: the main branch.
         **where: token, cache_dir and local_files_only, as for `huggingface_hub.snapshot_download`.
     Raises:
         CheckpointError: the repository cannot be fetched, or holds no model of revzoo.
         InputError: the source is not of that form.
     """
     repository, _, tag = source.removeprefix(HUB_PREFIX).partition("@")
-    if tag and revision is not None:
-        raise InputError(f"A revision is given once. Received: {source!r} and revision={revision!r}.")
     remedy = "Check its name and the connection; a private repository needs `hf auth login`"
     with _explain(repository, "fetched", remedy):
         from huggingface_hub import HfApi  # takes as long to import as everything else that listing models needs
 
-        where |= {"revision": tag or revision, "allow_patterns": list(_FETCHED)}
+        where |= {"revision": tag or None, "allow_patterns": list(_FETCHED)}
         folder = Path(HfApi(library_name="revzoo").snapshot_download(repository, **where))
     if not (folder / "spec.yaml").is_file():
         raise CheckpointError(

@@ -69,7 +69,7 @@ class HubMethods(Network):
         folder = Path(source)
         if not folder.is_dir():
             where = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-            folder = hub.fetch_folder(str(source), revision=revision, **where)
+            folder = hub.fetch_folder(f"{source}@{revision}" if revision else str(source), **where)
         return cast(Self, cls._create(folder, num_outputs=num_outputs, device=device, dtype=dtype).eval())
 
     def push_to_hub(

@@ -206,8 +206,6 @@ def test_from_pretrained_passes_on_what_the_hub_needs(fake_hub, tmp_path):
     check_same(model, revzoo.create("hf-hub:me/digits"))
     check_same(model, revzoo.Model.from_pretrained("hf-hub:me/digits@v2"))
     assert fake_hub.calls[-1] == ("fetch", "me/digits", "v2", None, None, False)
-    with pytest.raises(InputError, match=r"A revision is given once\. Received: 'me/digits@v2' and revision='v1'\."):
-        revzoo.Model.from_pretrained("me/digits@v2", revision="v1")
 
 
 def test_pushing_again_replaces_weights_and_keeps_the_card(fake_hub):

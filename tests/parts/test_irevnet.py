@@ -96,10 +96,7 @@ def test_dropout_follows_the_second_convolution():
     assert unit.dropout.p == 0.2
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [("irevnet_300", TINY), ("irevnet_digits", []), pytest.param("irevnet_cifar10", [], marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("name", "overrides"), [("irevnet_300", TINY), ("irevnet_digits", [])])
 def test_the_inverse_returns_the_image(name, overrides):
     model = revzoo.create(name, overrides=overrides)
     with torch.no_grad():

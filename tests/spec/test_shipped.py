@@ -32,9 +32,7 @@ def test_a_shipped_spec_says_what_it_is_and_where_its_numbers_are_from(name):
     assert spec.expect["reversible_steps"] == steps
 
 
-@pytest.mark.parametrize(
-    "name", [name if name.endswith(("_digits", "_mini")) else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize("name", [*list_models("*_digits"), *list_models("*_mini"), "rev_mvit_b", "rev_swin_t_mlp"])
 def test_the_yaml_of_a_shipped_spec_is_the_same_spec(name, tmp_path):
     spec = load(name)
     (tmp_path / "spec.yaml").write_text(spec.to_yaml(), encoding="utf-8")
