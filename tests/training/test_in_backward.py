@@ -13,7 +13,6 @@ from revzoo.training.in_backward import update_in_backward
 from revzoo.training.optimizer import make_optimizer
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import UPDATE_ONE_BY_ONE
-from revzoo.training.setup import build_run
 from tests.training.runs import CONSTANT, FAST, SMALL, assert_same_run
 
 ROBERTA = "stem.width=16,stages.0.width=16,stages.0.depth=1,block.f.heads=2,input.length=32"
@@ -132,9 +131,3 @@ def test_what_needs_all_gradients_is_refused(setting, path, allowed):
     (problem,) = caught.value.problems
     assert problem.path == path
     assert problem.allowed.startswith(allowed)
-
-
-def test_the_kind_of_update_is_the_optimizers(tmp_path):
-    recipe = load_recipe("digits", [*FAST, "optimizer.foreach=false", "optimizer.fused=true"])
-    run = build_run(recipe, tmp_path / "run", resumed=False)
-    assert {(group["foreach"], group["fused"]) for group in run.optimizer.param_groups} == {(False, True)}

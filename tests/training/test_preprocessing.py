@@ -117,35 +117,24 @@ def test_an_interpolation_of_training_is_that_of_evaluation(image_folder):
         assert test.data_config["interpolation"] == used
 
 
-@pytest.fixture
-def text_weights(tmp_path, tokenizer):
-    """A folder of weights for texts, with a tokenizer."""
-    model = revzoo.create("rev_roberta_mini", overrides=["stages.0.depth=1", "input.vocabulary=280"])
+def test_texts_have_the_tokenizer_of_the_weights(tmp_path, tables, tokenizer):
+    """Another one is remarked, and a copy of it is not."""
+    model, saved = revzoo.create("rev_roberta_mini", overrides=["stages.0.depth=1", "input.vocabulary=280"]), tmp_path / "saved"
     model.data_config = {"tokenizer": str(tokenizer)}
-    model.save_pretrained(tmp_path / "saved")
-    return tmp_path / "saved"
-
-
-def test_texts_have_the_tokenizer_of_the_weights(text_weights, tables):
+    model.save_pretrained(saved)
     texts = ["data.name=text_classification", f"data.root={tables}", "data.batch_size=4", "data.num_workers=0"]
-    recipe, [note] = adopt(text_weights, *texts)
-    own = str(text_weights / "tokenizer.json")
+    recipe, [note] = adopt(saved, *texts)
+    own = str(saved / "tokenizer.json")
     assert recipe.data.text.tokenizer == own
     assert note == f"the tokenizer is that of the weights, {own} (data.text.tokenizer sets another)"
-    assert load_data(recipe.data, revzoo.load_spec(text_weights).input, 0).data_config == {"tokenizer": own}
-
-
-def test_another_tokenizer_is_remarked_and_a_copy_is_not(text_weights, tokenizer):
-    texts = ["data.name=text_classification", "data.root=reviews"]
-    recipe, [note] = adopt(text_weights, *texts, "data.text.tokenizer=bytes")
+    assert load_data(recipe.data, revzoo.load_spec(saved).input, 0).data_config == {"tokenizer": own}
+    recipe, [note] = adopt(saved, *texts, "data.text.tokenizer=bytes")
     assert recipe.data.text.tokenizer == "bytes"
-    assert note == (
-        f"the weights have another tokenizer, {text_weights / 'tokenizer.json'}: what they learnt of its ids is lost"
-    )
-    recipe, notes = adopt(text_weights, *texts, f"data.text.tokenizer={tokenizer}")
+    assert note == f"the weights have another tokenizer, {own}: what they learnt of its ids is lost"
+    recipe, notes = adopt(saved, *texts, f"data.text.tokenizer={tokenizer}")
     assert (recipe.data.text.tokenizer, notes) == (str(tokenizer), [])
-    (text_weights / "tokenizer.json").unlink()
-    assert adopt(text_weights, *texts)[0].data.text.tokenizer == str(tokenizer)  # which the weights name
+    (saved / "tokenizer.json").unlink()
+    assert adopt(saved, *texts)[0].data.text.tokenizer == str(tokenizer)  # which the weights name
 
 
 def test_texts_without_a_tokenizer_are_refused(tables):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import revzoo
 from revzoo.errors import CheckpointError, SpecError
 from revzoo.training.loop import resume, train
+from revzoo.training.origin import read_origin
 from revzoo.training.recipe import load_recipe
 from revzoo.training.run_folder import RunFolder, find_damage
 from revzoo.training.setup import build_run
@@ -51,6 +52,9 @@ def test_a_state_damaged_after_it_was_looked_through(finished, copied):
     damage(copied / STATE / "__0_0.distcp", b"half")
     with pytest.raises(CheckpointError, match=f"{STATE}/.metadata cannot be used .* Delete .*{STATE}"):
         load_state(run)
+    damage(copied / STATE / "origin.json", b"[]")
+    with pytest.raises(CheckpointError, match=f"{STATE}/origin.json cannot be used .* Delete .*{STATE} to resume"):
+        read_origin(RunFolder(copied))
     damage(copied / STATE / "progress.json", b"[")
     shutil.rmtree(copied / "state" / "00000-0000000")
     with pytest.raises(CheckpointError, match=rf"{STATE}/progress.json cannot be used \(.*\)\. There is no state before it"):
