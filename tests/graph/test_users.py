@@ -75,13 +75,6 @@ def make_bert() -> nn.Module:
     return BertForSequenceClassification(BertConfig(vocab_size=50, num_labels=3, **sizes))
 
 
-def make_llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=50, pad_token_id=0, **sizes))
-
-
 def test_the_trainer_of_transformers(tmp_path: Any) -> None:
     from transformers import Trainer, TrainingArguments
 
@@ -108,22 +101,6 @@ def test_the_trainer_of_transformers(tmp_path: Any) -> None:
     before = make_bert().state_dict()
     assert list(planned.state_dict()) == list(before)
     assert all(torch.equal(a, b) for a, b in zip(planned.parameters(), plain.parameters(), strict=True))
-
-
-def test_generate_and_files_of_transformers(tmp_path: Any) -> None:
-    planned = make_llama().train()
-    plain = copy.deepcopy(planned)
-    tokens = torch.randint(1, 50, (2, 12))
-    batch = {"input_ids": tokens, "labels": tokens}
-    apply_least(planned, batch, loss=lambda out: out.loss)
-    assert_equal(*(step(lambda m=m: m(**batch).loss, m) for m in (planned, plain)))
-    texts = [m.eval().generate(tokens, max_new_tokens=5, do_sample=False) for m in (planned, plain)]
-    assert torch.equal(*texts)
-    assert texts[0].shape == (2, 17)
-    planned.save_pretrained(tmp_path)
-    loaded = type(planned).from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), plain.parameters(), strict=True))
-    assert_equal(*(step(lambda m=m: m.train()(**batch).loss, m) for m in (planned, plain)))
 
 
 @pytest.fixture

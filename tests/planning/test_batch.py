@@ -81,7 +81,7 @@ def test_the_best_size_inside_the_range_is_the_best_of_all(known_device, monkeyp
         return Median(1 + 0.01 * len(batch) + max(0, len(batch) - 7) / 2, 0.0)
 
     monkeypatch.setattr(batches, "measure_step_seconds", seconds)
-    best = find_best_batch(create(), "1GiB", 2, 12)
+    best = find_best_batch(create(), "1GiB", LOW, HIGH)
     assert (best.batch, best.seconds) == (7, pytest.approx(1.07))
 
 

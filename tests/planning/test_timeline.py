@@ -165,9 +165,8 @@ def problems(count: int, seed: int):
         yield rng, random_problem(rng, rng.randint(6, 10) if long else rng.choice([2, 3, 3, 4, 4, 5]), 2 if long else 4)
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
-def test_equals_brute_force(count):
-    solved = mixed = 0
+def test_equals_brute_force():
+    count, solved, mixed = 200, 0, 0
     for rng, problem in problems(count, 0):
         schedules = all_schedules(problem)
         for modes in rng.sample(list(schedules), min(3, len(schedules))):
@@ -235,22 +234,6 @@ def test_more_budget_is_never_slower():
             prices.append(cost(problem, modes))
         assert prices == sorted(prices, reverse=True)
         assert prices[0] == cost(problem, dearest)
-
-
-def test_a_hundred_steps_of_two_kinds():
-    """Many partial solutions share their largest need, so the search stays small; more budget is never slower."""
-    units = tuple(step(k, (10**9, 3 * 10**8)[k % 2], (500, 300)[k % 2], 10**8) for k in range(100))
-    problem = Problem(units, dict.fromkeys(range(101), 10**8), 10**9, 10**8, (99, 100))
-    least, _ = minimize_peak(problem)
-    full = peak(problem, ["store"] * 100)
-    prices = []
-    for part in range(0, 11, 2):
-        budget = least + (full - least) * part // 10
-        modes = solve_timeline(problem, budget)
-        assert peak(problem, modes) <= budget
-        prices.append(cost(problem, modes))
-    assert prices == sorted(prices, reverse=True)
-    assert prices[-1] == 0
 
 
 def chain(count: int) -> Problem:
