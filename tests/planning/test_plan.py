@@ -58,7 +58,6 @@ def test_more_budget_is_never_slower_and_never_over(profile, tiny, x):
 
 def test_a_plan_tells_how_far_from_the_fastest_it_may_be(profile, middle, monkeypatch):
     assert not any("could be saved" in note for note in middle.notes)
-    monkeypatch.setattr(timeline, "_FEW", -1)
     monkeypatch.setattr(timeline, "_MANY", 1)
     plan = revzoo.solve(profile, middle.budget_bytes)
     gap = find_schedule(profile.problem, middle.budget_bytes).gap
