@@ -11,17 +11,17 @@ from revzoo.planning.ranks.rank_plan import RankPlan
 
 def tabulate_ranks(ranks: RankPlan) -> RenderableType:
     """Lay out what the rank with the largest shards holds besides activations, and what it sends in a training step."""
-    held, where = ranks.held, " (on the host)" if ranks.division.offload else ""
+    held = ranks.held
     return Group(
         f"{str(ranks.division).capitalize()}: each rank has its own batch.",
         _tabulate_bytes(
             "one rank holds",
             {
-                f"weights{where}": held.weights,
-                f"gradients{where}": held.gradients,
+                "weights": held.weights,
+                "gradients": held.gradients,
                 "buffers": held.buffers,
-                f"optimizer state{where}": held.optimizer.state,
-                f"optimizer update{where}": held.optimizer.update,
+                "optimizer state": held.optimizer.state,
+                "optimizer update": held.optimizer.update,
                 "gathered at once, at most": held.gathered,
             },
         ),
@@ -38,19 +38,12 @@ def _tabulate_bytes(title: str, sizes: Mapping[str, int]) -> Table:
     return table
 
 
-def _tabulate_collectives(ranks: RankPlan) -> RenderableType:
-    """Lay out the collectives of the plan; those of each mode only where they differ."""
-    if not ranks.collectives:
-        return "Nothing is sent."
-    same = all(collectives == ranks.collectives for collectives in ranks.collectives_of_modes.values())
-    rows = {"every mode": ranks.collectives} if same else {"this plan": ranks.collectives, **ranks.collectives_of_modes}
+def _tabulate_collectives(ranks: RankPlan) -> Table:
+    """Lay out the collectives of a training step."""
     table = Table()
-    table.add_column("a training step in")
-    table.add_column("sends by")
+    table.add_column("a training step sends by")
     table.add_column("calls", justify="right")
     table.add_column("bytes of a rank", justify="right")
-    for name, collectives in rows.items():
-        for kind, collective in collectives.items():
-            table.add_row(name, kind, str(collective.calls), format_bytes(collective.bytes))
-            name = ""
+    for kind, collective in ranks.collectives.items():
+        table.add_row(kind, str(collective.calls), format_bytes(collective.bytes))
     return table
