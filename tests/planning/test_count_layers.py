@@ -12,7 +12,7 @@ from revzoo.errors import BudgetError, InputError
 from revzoo.invertible import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import list_units
-from revzoo.planning.solvers.schedule import cost, peak
+from revzoo.planning.solvers.prediction import cost, peak
 from revzoo.runtime import LayerChain, ReversibleChain, SpaceToDepth
 
 NETWORKS = {
