@@ -50,7 +50,7 @@ NVLINK_SECONDS, NETWORK_SECONDS = 3.4e-6, 14e-6
 def count_card(name: str, ranks: int) -> dict[str, Any]:
     """Return the largest batches of a card that trains a model together with others, and what the step with each takes."""
     model = revzoo.create(name, device="meta").train()
-    division = Division(ranks, "full" if ranks > 1 else "none", max(ranks // NODE, 1))
+    division = Division(ranks, "full", max(ranks // NODE, 1))
     held = count_rank_bytes(model, division, create_optimizer_v2(model, "adamw"))
     rows = {}
     copies = divide_copy(model, division, precision="bf16") if ranks > 1 else nullcontext((model, None))

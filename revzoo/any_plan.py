@@ -1,7 +1,7 @@
 """`revzoo.plan`: a schedule for a model of the zoo or a chain, a plan of its graph for any other module."""
 
 from contextlib import nullcontext
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,32 +17,6 @@ from revzoo.planning.solvers import Solver
 from revzoo.runtime.lookahead import LookaheadOption
 
 
-@overload
-def plan(
-    model: PlannableModel,
-    batch: Any,
-    budget: str | int,
-    *,
-    solver: Solver = ...,
-    optimizer: torch.optim.Optimizer | None = ...,
-    loss: LossFunction | None = ...,
-    lookahead: LookaheadOption = ...,
-    accumulate: bool = ...,
-    profile: bool = ...,
-) -> Plan: ...
-@overload
-def plan(
-    model: nn.Module,
-    batch: Any,
-    budget: str | int,
-    *,
-    solver: Solver = ...,
-    optimizer: torch.optim.Optimizer | None = ...,
-    loss: LossFunction | None = ...,
-    lookahead: LookaheadOption = ...,
-    accumulate: bool = ...,
-    profile: bool = ...,
-) -> Plan | ModulePlan: ...
 def plan(
     model: nn.Module,
     batch: Any,

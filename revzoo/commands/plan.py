@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SUMMARY = "Find the fastest mix of modes that fits a memory budget."
 
 _OTHER_NAMES = "timm:NAME, a folder with the config.json of a Transformers model, or package.module:function"
-_OF_RANKS = ("--shard", "--nodes", "--offload")
+_OF_RANKS = ("--shard", "--nodes")
 _OF_RUNNING = ("--device", "--lookahead")
 _OF_THE_ZOO = (*_OF_RUNNING, "--dtype", "--meta", "--loss", "--accumulate", "--ranks", *_OF_RANKS)
 
@@ -79,13 +79,10 @@ def declare(parser: Parser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="plan for one of N processes; counted, nothing is run")
     parser.add_argument(
         "--shard",
-        choices=("none", "full", "hybrid"),
-        help="how the ranks divide the network: over all of them, over those of each node, or not (default: full)",
+        choices=("full", "hybrid"),
+        help="how the ranks divide the network: over all of them, or over those of each node (default: full)",
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="machines that the ranks are on (default: 1)")
-    parser.add_argument(
-        "--offload", action="store_true", help="the ranks keep shards, gradients and optimizer state on the host"
-    )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="save the plan")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw memory over time, the schedule and other budgets")
     parser.add_argument("--json", action="store_true", help="print everything, and the data of --plot, as JSON instead")
@@ -187,7 +184,7 @@ def _plan_ranks(arguments: argparse.Namespace, model: "Model", settings: dict[st
     from revzoo.planning.ranks.rank_plan import plan_ranks
 
     nodes = 1 if arguments.nodes is None else arguments.nodes
-    division = Division(arguments.ranks, arguments.shard or "full", nodes, arguments.offload)
+    division = Division(arguments.ranks, arguments.shard or "full", nodes)
     batch = create_batch(model, arguments.batch)
     return plan_ranks(model, batch, arguments.budget, division, accumulate=arguments.accumulate, **settings)
 

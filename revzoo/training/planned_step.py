@@ -156,11 +156,11 @@ class DividedStep(PlannedStep):
 
         super().__init__(run)
         assert run.mesh is not None
-        division = Division.of(run.mesh, offload=run.recipe.train.offload)
+        division = Division.of(run.mesh)
         self._whole = _build_whole_model(run.model)
         optimizer = _copy_optimizer_for(self._whole, run)
         held = count_rank_bytes(self._whole, division, optimizer)
-        model_bytes = held.buffers + (0 if division.offload else held.weights)
+        model_bytes = held.buffers + held.weights
         averaged = 0 if run.ema is None else model_bytes
         self._circumstances: dict[str, Any] = {
             "division": division,
@@ -171,8 +171,7 @@ class DividedStep(PlannedStep):
             "accumulate": self._accumulates,
             "mesh": run.mesh,
         }
-        has_state = bool(run.optimizer.state) and not division.offload
-        self.present_bytes = model_bytes + averaged + (held.optimizer.state if has_state else 0)
+        self.present_bytes = model_bytes + averaged + (held.optimizer.state if run.optimizer.state else 0)
 
     def plan(self, limit: int) -> Plan:
         from revzoo.planning.ranks.rank_plan import plan_ranks

@@ -171,13 +171,17 @@ RANKS = ("--ranks", 8, "--batch", BATCH, "--optimizer", "adamw")
 def test_a_plan_for_many_ranks_says_what_one_holds_and_sends(file, run, tmp_path):
     out = tmp_path / "plan.json"
     data = json.loads(run("plan", file("rev_vit_digits"), *RANKS, "--budget", "3MiB", "--json", "--out", out))
-    ranks, model = data["ranks"], revzoo.create(file("rev_vit_digits"), device="meta")
-    assert ranks["division"] == {"ranks": 8, "shard": "full", "nodes": 1, "offload": False}
-    assert ranks["held"]["weights"] == sum(4 * -(-len(p) // 8) * p[0].numel() for p in model.parameters())
-    assert ranks["collectives"]["reduce-scatter"]["bytes"] == 7 * ranks["held"]["gradients"]
-    assert set(ranks["collectives_of_modes"]) == {"store", "selective", "recompute", "invert"}
-    assert Plan.load(out).peak_bytes == data["plan"]["peak_bytes"] <= 3 << 20
-    assert "all-gather" in run("plan", file("rev_vit_digits"), *RANKS, "--offload", "--budget", "3MiB")
+    plan, ranks = Plan.load(out), data["ranks"]
+    model = revzoo.create(file("rev_vit_digits"), device="meta")
+    shards = sum(4 * -(-len(p) // 8) * p[0].numel() for p in model.parameters())
+    assert ranks["held"]["weights"] == ranks["held"]["gradients"] == shards
+    assert ranks["division"] == {"ranks": 8, "shard": "full", "nodes": 1}
+    units = len(model.units)  # all have parameters of their own, and the root has none
+    calls = {kind: each["calls"] for kind, each in ranks["collectives"].items()}
+    assert calls == {"all-gather": 2 * units, "reduce-scatter": units}
+    assert ranks["collectives"]["reduce-scatter"]["bytes"] == 7 * shards
+    assert plan.peak_bytes == data["plan"]["peak_bytes"] <= 3 << 20
+    plan.apply(model.train())
 
 
 @pytest.mark.parametrize(
@@ -188,7 +192,7 @@ def test_a_plan_for_many_ranks_says_what_one_holds_and_sends(file, run, tmp_path
         (("--ranks", 8, "--shard", "hybrid"), "Received: 8 processes on one node."),
         (("--shard", "full"), "add --ranks N"),
         (("--ranks", 2, "--device", "cpu"), "--device: for plans of one process"),
-        (("--ranks", 2, "--shard", "none", "--offload"), "Received: offload with shard=none. Use shard=full."),
+        (("--ranks", 2, "--lookahead", "1"), "--lookahead: for plans of one process"),
         (("--ranks", 2, "--batch", "auto:2-4"), "a range of batch sizes"),
         (("--ranks", 2, "--budget", "60%"), "--budget 60%"),
     ],

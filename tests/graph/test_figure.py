@@ -85,7 +85,6 @@ def test_a_step_is_drawn_as_it_is(blocks, figures, tmp_path):
         (["conv1", "layer1.0.conv1", "layer1.0", "layer1.1.bn1", "fc"], 9, ["conv1", "layer1.0", "layer1.0", "layer1.1", "fc"]),
         (["conv1", "layer1.0.conv1", "layer1.0", "layer1.1.bn1", "fc"], 3, ["conv1", "layer1", "layer1", "layer1", "fc"]),
         (["", "encoder.layer.0.attn", "", "encoder.layer.1"], 9, ["encoder.layer.0"] * 3 + ["encoder.layer.1"]),
-        (["", ""], 9, ["all", "all"]),
         (["0", "1", "2"], 2, ["all"] * 3),
     ],
 )

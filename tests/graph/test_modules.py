@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 IMAGE, SEQUENCE = (2, 4, 6, 6), (2, 3, 6)
@@ -83,67 +82,6 @@ def drop_path(net: Any, x: Tensor) -> Tensor:
     return x
 
 
-def attend(net: Any, x: Tensor, fused: bool) -> Tensor:
-    B, N, D = x.shape
-    q, k, v = net.qkv(net.norm(x)).reshape(B, N, 3, 2, D // 2).permute(2, 0, 3, 1, 4).unbind(0)
-    if fused:
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
-    else:
-        scores = (q * 0.5) @ k.transpose(-2, -1)
-        y = F.dropout(scores.softmax(-1), 0.2) @ v
-    return x + net.proj(y.transpose(1, 2).reshape(B, N, D))
-
-
-ATTENTION = {"norm": partial(nn.LayerNorm, 8), "qkv": partial(nn.Linear, 8, 24), "proj": partial(nn.Linear, 8, 8)}
-
-
-@case(partial(draw, 2, 5, 8), **ATTENTION)
-def attention(net: Any, x: Tensor) -> Tensor:
-    return attend(net, x, fused=False)
-
-
-@case(partial(draw, 2, 5, 8), **ATTENTION)
-def fused_attention(net: Any, x: Tensor) -> Tensor:
-    return attend(net, x, fused=True)
-
-
-@image_case(conv=conv, last=conv)
-def pools(net: Any, x: Tensor) -> Tensor:
-    y, where = F.max_pool2d(net.conv(x).relu(), 2, return_indices=True)
-    y = F.max_unpool2d(y.sigmoid(), where, 2)
-    return F.adaptive_avg_pool2d(net.last(y), 2)
-
-
-@case(
-    partial(draw, 2, 4, 8, 8),
-    down=lambda: nn.ModuleList(conv() for _ in range(3)),
-    up=lambda: nn.ModuleList(nn.Conv2d(8, 4, 3, padding=1, bias=False) for _ in range(2)),
-)
-def skips(net: Any, x: Tensor) -> Tensor:
-    """A U-Net."""
-    kept = []
-    for layer in net.down[:2]:
-        x = layer(x).relu_()
-        kept.append(x)
-        x = F.avg_pool2d(x, 2)
-    x = net.down[2](x).relu()
-    for layer in net.up:
-        x = F.interpolate(x, scale_factor=2.0)
-        x = layer(torch.cat([x, kept.pop()], 1)).relu_()
-    return x
-
-
-@image_case(
-    norms=lambda: nn.ModuleList(nn.BatchNorm2d(4 + 2 * i) for i in range(3)),
-    convs=lambda: nn.ModuleList(nn.Conv2d(4 + 2 * i, 2, 3, padding=1, bias=False) for i in range(3)),
-)
-def dense(net: Any, x: Tensor) -> Tensor:
-    features = [x]
-    for norm, layer in zip(net.norms, net.convs, strict=True):
-        features.append(layer(F.relu_(norm(torch.cat(features, 1)))))
-    return torch.cat(features, 1)
-
-
 @case(tokens, embed=partial(nn.Embedding, 10, 6), layer=linear, norm=partial(nn.BatchNorm1d, 6))
 def shared(net: Any, given: Tensor) -> Tensor:
     """Tied weights, a module called twice, and a BatchNorm called twice."""
@@ -176,17 +114,6 @@ def views(net: Any, x: Tensor) -> Tensor:
     w = w.exp() * 2
     w.masked_fill_(w > 2, 0.5)
     return w.flatten().cos().roll(1)
-
-
-@sequence_case(
-    a=lambda: nn.Parameter(torch.randn(6, 5)), b=partial(nn.Bilinear, 5, 5, 4), scale=lambda: nn.Parameter(torch.tensor(0.5))
-)
-def sums(net: Any, x: Tensor) -> Tensor:
-    y = torch.einsum("bnd,de->bne", x.cumsum(1), net.a).sin()
-    z = net.b(y, y.flip(1)) * net.scale
-    order = z[..., 0].argsort(1)
-    z = z.gather(1, order[..., None].expand_as(z)).exp()
-    return torch.where(z > 1, z.log(), z * z).index_select(1, torch.tensor([0, 0, 1])).cumprod(-1)
 
 
 @sequence_case(first=linear, second=linear, third=linear)
@@ -274,28 +201,6 @@ def moved(net: Any, x: Tensor) -> Tensor:
     return (y.sin() * z).tanh()
 
 
-@sequence_case(cell=partial(nn.LSTMCell, 6, 6), gru=partial(nn.GRUCell, 6, 6))
-def recurrent(net: Any, x: Tensor) -> Tensor:
-    h = c = torch.zeros_like(x[:, 0])
-    g = h
-    for i in range(x.shape[1]):
-        h, c = net.cell(x[:, i], (h, c))
-        g = net.gru(h.sin(), g)
-    return torch.stack([h, c, g])
-
-
-@image_case(
-    instance=partial(nn.InstanceNorm2d, 4, affine=True, track_running_stats=True),
-    group=partial(nn.GroupNorm, 2, 4),
-    plain=partial(nn.InstanceNorm2d, 4),
-    conv=conv,
-    rms=partial(nn.RMSNorm, 6),
-)
-def norms(net: Any, x: Tensor) -> Tensor:
-    x = net.group(net.instance(net.conv(x)).relu_())
-    return net.rms(F.local_response_norm(net.plain(x.sin()), 2))
-
-
 @sequence_case(layer=linear, count=lambda: torch.zeros((), dtype=torch.int64), mean=partial(torch.zeros, 6))
 def observed(net: Any, x: Tensor) -> Tensor:
     """Buffers that forward changes itself, and reads."""
@@ -304,12 +209,6 @@ def observed(net: Any, x: Tensor) -> Tensor:
     net.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
     net.count += 1
     return (x * (net.mean * net.count).clone()).tanh().sin()
-
-
-@sequence_case(first=linear, second=partial(linear, dtype=torch.bfloat16))
-def reduced(net: Any, x: Tensor) -> Tensor:
-    """Half precision between float32."""
-    return net.second(net.first(x).tanh().bfloat16()).sigmoid().float().sin()
 
 
 @sequence_case(layer=linear)
@@ -321,18 +220,6 @@ def noise(net: Any, x: Tensor) -> Tensor:
     x = F.dropout1d(x, 0.3, True).exp()
     keep = torch.randperm(3)[:2]
     return F.gumbel_softmax(x[:, keep], tau=0.5) * x[:, keep].normal_()
-
-
-@sequence_case(layer=linear)
-def lists(net: Any, x: Tensor) -> dict[str, Any]:
-    """Dictionaries, lists and None in and out of a part."""
-
-    def inner(batch: dict[str, Any], scale: float = 2.0) -> dict[str, Any]:
-        x = net.layer(batch["x"]).sigmoid() * scale
-        y = torch.stack([t.sin() for t in batch["more"]]).sum(0)
-        return {"out": [x * y, (y, None)], "count": 3, "x": batch["x"]}
-
-    return inner({"x": x, "more": [x, x * 2]}, scale=3.0)
 
 
 def make_frozen() -> nn.Module:
@@ -353,9 +240,7 @@ CASES |= {
     ),
     "bfloat16": lambda: (make_residual().bfloat16(), [draw(*IMAGE, dtype=torch.bfloat16)]),
     "evaluation": lambda: (make_residual().eval(), [draw(*IMAGE)]),
-    "no gradient of the input": lambda: (make_residual(), [draw(*IMAGE).detach()]),
     "transformer": lambda: (nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True), [draw(2, 5, 8)]),
-    "spectral norm": lambda: (nn.Sequential(spectral_norm(linear()), nn.Tanh(), linear()), [draw(*SEQUENCE)]),
     "frozen": lambda: (make_frozen(), [draw(*SEQUENCE)]),
     "sparse gradients": lambda: (
         nn.Sequential(nn.Embedding(10, 6, sparse=True), linear(), nn.Tanh(), linear(), nn.Tanh()),

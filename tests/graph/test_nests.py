@@ -57,11 +57,10 @@ def _run(model: nn.Module, call: Callable[[Tensor], Tensor], times: int = 1) -> 
     return {"y": y.detach(), "x": x.grad, "random": torch.rand(3), **gradients, **dict(model.named_buffers())}
 
 
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize(("length", "count"), [(1, 3), (2, 2), (3, 4), (4, 100)])
+@pytest.mark.parametrize(("length", "count", "times"), [(1, 3, 1), (2, 2, 2), (4, 100, 1)])
 def test_gradients_are_those_of_the_plain_module(length: int, count: int, times: int) -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(*(_Block(4) for _ in range(4)))
+    plain = nn.Sequential(*(_Block(4) for _ in range(3)))
     planned = copy.deepcopy(plain)
     programs = []
 

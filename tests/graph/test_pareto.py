@@ -26,9 +26,3 @@ def test_what_is_lost_is_the_most_that_a_dropped_point_spares(front):
     thinned, lost = thin(front, 40)
     spared = [thinned[1, thinned[0] <= size].min() - work for size, work in front.T]
     assert lost == max(spared)
-
-
-def test_few_points_stay_as_they_are(front):
-    thinned, lost = thin(front, 1010)
-    assert thinned is front
-    assert lost == 0

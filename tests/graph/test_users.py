@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchvision
-from torch import Tensor, nn
+from torch import nn
 
 import revzoo
 from revzoo.graph import plan_module
@@ -34,20 +34,6 @@ def apply_least(module: nn.Module, batch: Any, **options: Any) -> revzoo.ModuleP
     return plan
 
 
-def step(call: Callable[[], Tensor], module: nn.Module) -> list[Tensor | None]:
-    """Return loss, gradients, buffers and random state after a step."""
-    torch.manual_seed(1)
-    loss = call()
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in module.parameters()), *module.buffers(), torch.random.get_rng_state()]
-
-
-def assert_equal(left: list[Tensor | None], right: list[Tensor | None]) -> None:
-    assert len(left) == len(right)
-    for a, b in zip(left, right, strict=True):
-        assert (a is None and b is None) or torch.equal(a, b)
-
-
 def make_densenet() -> nn.Module:
     return torchvision.models.DenseNet(8, (2, 3, 2, 2), 16, num_classes=10, drop_rate=0.1, memory_efficient=True)
 
@@ -56,16 +42,14 @@ def make_resnet() -> nn.Module:
     return torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
 
 
-@pytest.mark.parametrize("is_autocast", [False, True])
-def test_a_network_that_has_checkpoints(is_autocast: bool) -> None:
+def test_a_network_that_has_checkpoints(same_step: Callable[..., None]) -> None:
     module = make_densenet().train()
     plain = copy.deepcopy(module)
     for each in plain.modules():  # PyTorch's checkpoint moves BatchNorm's statistics twice
         each.memory_efficient = False
-    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+    with torch.autocast("cpu", torch.bfloat16):
         apply_least(module, IMAGES)
-        for _ in range(2):  # gradients add up
-            assert_equal(*(step(lambda m=m: m(IMAGES).float().square().sum(), m) for m in (module, plain)))
+        same_step(module, plain, IMAGES)
 
 
 def make_bert() -> nn.Module:
@@ -73,13 +57,6 @@ def make_bert() -> nn.Module:
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
     return BertForSequenceClassification(BertConfig(vocab_size=50, num_labels=3, **sizes))
-
-
-def make_llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=50, pad_token_id=0, **sizes))
 
 
 def test_the_trainer_of_transformers(tmp_path: Any) -> None:
@@ -110,22 +87,6 @@ def test_the_trainer_of_transformers(tmp_path: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(planned.parameters(), plain.parameters(), strict=True))
 
 
-def test_generate_and_files_of_transformers(tmp_path: Any) -> None:
-    planned = make_llama().train()
-    plain = copy.deepcopy(planned)
-    tokens = torch.randint(1, 50, (2, 12))
-    batch = {"input_ids": tokens, "labels": tokens}
-    apply_least(planned, batch, loss=lambda out: out.loss)
-    assert_equal(*(step(lambda m=m: m(**batch).loss, m) for m in (planned, plain)))
-    texts = [m.eval().generate(tokens, max_new_tokens=5, do_sample=False) for m in (planned, plain)]
-    assert torch.equal(*texts)
-    assert texts[0].shape == (2, 17)
-    planned.save_pretrained(tmp_path)
-    loaded = type(planned).from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), plain.parameters(), strict=True))
-    assert_equal(*(step(lambda m=m: m.train()(**batch).loss, m) for m in (planned, plain)))
-
-
 @pytest.fixture
 def _one_process(tmp_path: Any) -> Any:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -151,4 +112,4 @@ def test_fully_sharded_parameters() -> None:
             loss = module(IMAGES).square().sum()
         loss.backward()
         results.append([loss.detach(), *(p.grad.full_tensor() for p in module.parameters())])
-    assert_equal(*results)
+    assert all(map(torch.equal, *results))

@@ -9,9 +9,6 @@ from torch import nn
 
 import revzoo
 from revzoo.planning.profiling.hooks import list_units
-from revzoo.planning.solvers import timeline
-from revzoo.planning.solvers.problem import Problem
-from revzoo.planning.solvers.timeline import Schedule, find_schedule
 
 FAMILIES = {
     "irevnet_digits": ["stages.0.depth=1", "stages.1.depth=2"],
@@ -66,16 +63,3 @@ def schedules() -> Callable[..., list[list[str]]]:
         return schedules
 
     return draw
-
-
-@pytest.fixture
-def search_near_bound(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Schedule | None]:
-    """Return a function that finds a schedule as if there were too many partial solutions, and keeps so many."""
-
-    def find(problem: Problem, budget: int, most: int = 2**24) -> Schedule | None:
-        with monkeypatch.context() as patch:
-            patch.setattr(timeline, "_FEW", -1)  # no search has so few
-            patch.setattr(timeline, "_MANY", most)
-            return find_schedule(problem, budget)
-
-    return find

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import revzoo
 from revzoo.analysis.dry_run import isolated, leave_autocast, linear_loss
 from revzoo.planning.profiling.count import count, count_peak
-from revzoo.planning.solvers.schedule import peak
+from revzoo.planning.solvers.prediction import peak
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 
 WEIGHT = 64 * 64
@@ -29,19 +29,26 @@ def count_real_step(model: nn.Module, batch: Tensor) -> int:
     return live.peak()
 
 
-@pytest.mark.parametrize("around", ["step", pytest.param("forward", marks=pytest.mark.slow)])
-def test_a_counted_step_of_every_family_is_the_real_one(around, family, schedules):
+def test_a_counted_step_of_every_family_is_the_real_one(family, schedules):
     x = family.example_input(2)
-    if around == "forward":  # as Accelerate does
-        family.forward = autocast()(family.forward)
     mask = x.numel() if family.spec.family in ("reformer", "rev_bert", "rev_roberta") else 0  # one that no unit keeps counts
-    with autocast() if around == "step" else nullcontext():
-        problem = count(family, x)
-        drawn = [(modes, count_peak(family, x, modes)) for modes in schedules(family, 2)]
-    for modes, promised in drawn:
-        family.schedule = modes
-        assert promised == count_real_step(family, x)
-        assert peak(problem, modes) - promised in (0, mask)
+    compare_with_real_steps(family, x, schedules(family, 1), autocast(), mask)
+
+
+def test_a_counted_step_is_the_real_one_where_autocast_is_around_forward_alone(tiny, schedules):
+    """As Accelerate has it."""
+    tiny.forward = autocast()(tiny.forward)
+    compare_with_real_steps(tiny, tiny.example_input(2), schedules(tiny, 2), nullcontext())
+
+
+def compare_with_real_steps(model, x, drawn, around, mask=0):
+    with around:
+        problem = count(model, x)
+        promised = [count_peak(model, x, modes) for modes in drawn]
+    for modes, promise in zip(drawn, promised, strict=True):
+        model.schedule = modes
+        assert promise == count_real_step(model, x)
+        assert peak(problem, modes) - promise in (0, mask)
 
 
 class Convolutions(nn.Sequential):
@@ -61,14 +68,12 @@ def test_a_planned_module_takes_what_its_plan_says(module, shape):
     with autocast():
         wide = revzoo.plan(network, x, "1TiB")
     assert wide.peak_bytes == count_real_step(network, x)
-    for part in (1, 2):
-        budget = wide.min_peak_bytes + (wide.no_recompute_peak_bytes - wide.min_peak_bytes) * part // 3
-        with autocast():
-            plan = revzoo.plan(network, x, budget)
-            plan.apply(network, x)
-            measured = revzoo.measure_memory(network, x).peak_bytes
-        assert count_real_step(network, x) == plan.peak_bytes == measured <= budget
-        revzoo.release(network)
+    budget = wide.min_peak_bytes + (wide.no_recompute_peak_bytes - wide.min_peak_bytes) // 3
+    with autocast():
+        plan = revzoo.plan(network, x, budget)
+        plan.apply(network, x)
+        measured = revzoo.measure_memory(network, x).peak_bytes
+    assert count_real_step(network, x) == plan.peak_bytes == measured <= budget
 
 
 def test_casts_are_freed_where_backward_begins():

@@ -9,11 +9,10 @@ from revzoo.errors import BudgetError, InputError
 from revzoo.planning import batch as batches
 from revzoo.planning.batch import find_best_batch
 from revzoo.planning.profiling import profile as profiles
-from revzoo.planning.profiling.clock import Median
 from revzoo.planning.profiling.count import count
-from revzoo.planning.profiling.timing import Timing
+from revzoo.planning.profiling.timing import Median, Timing
+from revzoo.planning.solvers.prediction import peak
 from revzoo.planning.solvers.problem import Problem
-from revzoo.planning.solvers.schedule import peak
 
 LOW, HIGH = 4, 12
 
@@ -81,7 +80,7 @@ def test_the_best_size_inside_the_range_is_the_best_of_all(known_device, monkeyp
         return Median(1 + 0.01 * len(batch) + max(0, len(batch) - 7) / 2, 0.0)
 
     monkeypatch.setattr(batches, "measure_step_seconds", seconds)
-    best = find_best_batch(create(), "1GiB", 2, 12)
+    best = find_best_batch(create(), "1GiB", LOW, HIGH)
     assert (best.batch, best.seconds) == (7, pytest.approx(1.07))
 
 

@@ -1,7 +1,6 @@
 """The schedules that a plan is compared with take what the comparison says."""
 
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -11,45 +10,35 @@ import revzoo
 from revzoo.planning.comparison import evaluate_budgets, evaluate_uniform_schedules
 
 BATCH = 4
-SHORT = {
-    "rev_vit_digits": ["stages.0.depth=2"],
-    "rev_roberta_mini": ["stages.0.depth=1"],
-    "revnet_digits": ["stages.0.depth=1", "stages.1.depth=1", "stages.2.depth=1"],
-}
-NAMES = ["rev_vit_digits", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rev_roberta_mini", "revnet_digits"))]
 
 
-def short(name: str) -> revzoo.Model:
-    return revzoo.create(name, overrides=SHORT[name], device="meta")
+def short() -> revzoo.Model:
+    return revzoo.create("rev_vit_digits", overrides=["stages.0.depth=2"], device="meta")
 
 
-@cache
-def profile_of(name: str) -> revzoo.Profile:
-    model = short(name)
+@pytest.fixture(scope="module")
+def profile() -> revzoo.Profile:
+    model = short()
     return revzoo.profile(model, model.example_input(BATCH), create_optimizer_v2(model, "adamw"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_a_plan_is_compared_with_is_what_these_schedules_take(name):
-    model, profile = short(name), profile_of(name)
+def test_what_a_plan_is_compared_with_is_what_these_schedules_take(profile):
+    model = short()
     beside = evaluate_uniform_schedules(model, profile)
     for label, schedule in (("all stored", "store"), ("all inverted", "invert")):
         model.schedule = schedule
         optimizer = create_optimizer_v2(model, "adamw")
         measured = revzoo.measure_memory(model, model.example_input(BATCH), optimizer).peak_bytes
-        assert 0 <= beside[label]["peak_bytes"] - measured <= 1e-4 * measured  # a mask may count with two units
+        assert beside[label]["peak_bytes"] == measured
     assert beside["all stored"]["extra_flops"] == 0 < beside["all inverted"]["extra_flops"]
 
 
-def test_nothing_is_compared_with_inverting_where_nothing_can_be_inverted_safely():
-    profile = profile_of("rev_vit_digits")
+def test_nothing_is_compared_with_inverting_where_nothing_can_be_inverted_safely(profile):
     unsafe = replace(profile, memory=replace(profile.memory, max_invert_run=0))
-    assert list(evaluate_uniform_schedules(short("rev_vit_digits"), unsafe)) == ["all stored"]
+    assert list(evaluate_uniform_schedules(short(), unsafe)) == ["all stored"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_other_budgets_go_from_the_smallest_peak_to_the_fastest_schedule(name):
-    profile = profile_of(name)
+def test_other_budgets_go_from_the_smallest_peak_to_the_fastest_schedule(profile):
     plan = revzoo.solve(profile, "1TB")
     points = evaluate_budgets(profile, 9)
     assert points[0]["peak_bytes"] == plan.min_peak_bytes

@@ -1,6 +1,5 @@
 """What is counted from six schedules holds for every other one: bytes at the peak and FLOPs, against a measured step."""
 
-from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -15,8 +14,8 @@ from revzoo.planning.profiling.count import count, count_peak
 from revzoo.planning.profiling.derivation import build_problem
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.trace import Mark, Trace
+from revzoo.planning.solvers.prediction import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.problem import Problem
-from revzoo.planning.solvers.schedule import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import solve_timeline
 from revzoo.runtime import LiveBytes, ReversibleChain, SpaceToDepth
 from revzoo.runtime.layout import LayoutEntry
@@ -25,20 +24,19 @@ from revzoo.runtime.mode import Mode
 TEXTS = ("reformer", "rev_bert", "rev_roberta")
 
 
-def measured(model: nn.Module, batch: object, modes: object, autocast: bool = False) -> tuple[int, int]:
+def measured(model: nn.Module, batch: object, modes: object) -> tuple[int, int]:
     """Return the bytes at the peak and the FLOPs of a step that is run."""
     model.schedule = modes
-    flops = FlopCounter()
-    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext(), flops:
+    with FlopCounter() as flops:
         report = revzoo.measure_memory(model, batch)
     return report.peak_bytes, flops.forward + flops.backward
 
 
-def agrees(model: nn.Module, batch: object, problem: Problem, drawn: list[list[str]], autocast: bool = False) -> int:
+def agrees(model: nn.Module, batch: object, problem: Problem, drawn: list[list[str]]) -> int:
     """Assert that the problem knows the peak and the FLOPs of these schedules; return the peak of storing everything."""
-    stored_peak, stored = measured(model, batch, "store", autocast)
+    stored_peak, stored = measured(model, batch, "store")
     for modes in drawn:
-        taken = measured(model, batch, modes, autocast)
+        taken = measured(model, batch, modes)
         assert taken == (peak(problem, modes), stored + cost(problem, modes)), modes
     return stored_peak
 
@@ -49,26 +47,24 @@ def dropping(model: nn.Module, drawn: list[list[str]]) -> list[list[str]]:
     return [modes for modes in drawn if any(modes[k] != "store" for k in steps)]
 
 
-@pytest.mark.parametrize("number", [3, pytest.param(12, marks=pytest.mark.slow)])
-def test_every_family_has_what_random_schedules_take(number, family, schedules):
+def test_every_family_has_what_random_schedules_take(family, schedules):
     x = family.example_input(2)
-    problem, drawn = count(family, x), dropping(family, schedules(family, number))
-    assert len(drawn) >= 2 * number / 3
+    problem, drawn = count(family, x), dropping(family, schedules(family, 3))
+    assert len(drawn) >= 2
     stored_peak = agrees(family, x, problem, drawn)
     # A step that is not stored holds on to the mask (of ids); where all are, it is freed after forward and still counted.
     surplus = peak(problem, ["store"] * len(problem.units)) - stored_peak
     assert surplus in (0, x.numel() if family.spec.family in TEXTS else 0)
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_runs_of_inverted_steps_of_every_length(every, tiny):
+def test_runs_of_inverted_steps_of_every_length(tiny):
     x = tiny.example_input(2)
     steps = product(
         ("store", "invert", "recompute", "selective"), ("store", "invert"), ("recompute", "invert"), ("store", "invert")
     )
     drawn = [["store", *modes, "store", "recompute"] for modes in steps]
     assert len(drawn) == 32
-    agrees(tiny, x, count(tiny, x), drawn[::every])
+    agrees(tiny, x, count(tiny, x), drawn[::3])
 
 
 def test_evaluation_mode_and_a_frozen_stem(schedules):
@@ -81,15 +77,7 @@ def test_evaluation_mode_and_a_frozen_stem(schedules):
 def test_exact_arithmetic(tiny, schedules):
     tiny.exact = True
     x = tiny.example_input(2)
-    agrees(tiny, x, count(tiny, x), schedules(tiny, 4))
-
-
-def test_autocast(tiny, schedules):
-    x = tiny.example_input(2)
-    with torch.autocast("cpu", torch.bfloat16):
-        problem = count(tiny, x)
-    agrees(tiny, x, problem, schedules(tiny, 4), autocast=True)
-    assert peak(problem, ["store"] * 7) != peak(count(tiny, x), ["store"] * 7)
+    agrees(tiny, x, count(tiny, x), schedules(tiny, 2))
 
 
 def test_dropout_and_drop_path(schedules):
@@ -120,7 +108,7 @@ def test_a_loss_of_ones_own(tiny, schedules):
         return nn.functional.cross_entropy(large.mean(2), labels)
 
     problem = count(tiny, x, loss)
-    for modes in schedules(tiny, 4):
+    for modes in schedules(tiny, 2):
         tiny.schedule = modes
         tiny.zero_grad()
         with LiveBytes() as live:
@@ -135,7 +123,7 @@ def tokens(depth: int) -> list[nn.Module]:
     return [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(depth)]
 
 
-@pytest.mark.parametrize("coupling", ["additive", "momentum", "leapfrog", "midpoint"])
+@pytest.mark.parametrize("coupling", ["additive", "leapfrog"])
 def test_chains_of_any_coupling_and_an_odd_number_of_steps(coupling, schedules):
     chain = ReversibleChain(tokens(5), coupling)
     x = tuple(torch.randn(2, 4, 9, 16).unbind())
@@ -263,9 +251,8 @@ def test_a_unit_may_have_many_inputs():
         table[2**count]
 
 
-@pytest.mark.parametrize("every", [1, 3, 2048])
-def test_what_is_alive_follows_from_the_log(every, monkeypatch):
-    monkeypatch.setattr(trace, "_SNAPSHOT_EVERY", every)
+def test_what_is_alive_follows_from_the_log(monkeypatch):
+    monkeypatch.setattr(trace, "_SNAPSHOT_EVERY", 3)
     log = [(0, 8), (1, 4), (1, 2), (2, 1), (1, -6), (0, -8), (1, 3), (2, -1)]
     alive = [{}, {0: 8}, {0: 8, 1: 4}, {0: 8, 1: 6}, {0: 8, 1: 6, 2: 1}, {0: 8, 2: 1}, {2: 1}, {2: 1, 1: 3}, {1: 3}]
     traced = Trace([Mode.STORE], log)

@@ -41,16 +41,9 @@ def test_float32_has_no_limit(exact, mlp):
     assert measure_inversion_limit(chain_of(8, mlp, exact=exact), streams()) is None
 
 
-def test_exact_arithmetic_has_none_at_any_depth(mlp):
-    assert measure_inversion_limit(chain_of(60, mlp, "midpoint", exact=True), streams()) is None
-
-
-@pytest.mark.filterwarnings("ignore:The streams are torch.float16:UserWarning")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("coupling", ["leapfrog", "dual_residual"])
-def test_half_precision_streams_get_one(dtype, coupling, mlp):
-    chain = chain_of(8, mlp, coupling).to(dtype)
-    run = measure_inversion_limit(chain, streams(dtype))
+def test_half_precision_streams_get_one(mlp):
+    chain = chain_of(8, mlp, "leapfrog").bfloat16()
+    run = measure_inversion_limit(chain, streams(torch.bfloat16))
     assert run is not None
     assert 0 <= run <= 4
     assert chain.schedule == ["invert"] * 8

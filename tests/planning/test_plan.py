@@ -15,7 +15,7 @@ from revzoo.planning.plan import Plan
 from revzoo.planning.planner import enforce_budget
 from revzoo.planning.profiling.profile import Profile
 from revzoo.planning.solvers import timeline
-from revzoo.planning.solvers.schedule import PhasePeak, cost
+from revzoo.planning.solvers.prediction import cost
 from revzoo.planning.solvers.timeline import find_schedule
 from revzoo.runtime import ReversibleChain
 
@@ -41,30 +41,23 @@ def middle(profile) -> Plan:
 
 def test_more_budget_is_never_slower_and_never_over(profile, tiny, x):
     ends = revzoo.solve(profile, "8GiB")
-    step = (ends.no_recompute_peak_bytes - ends.min_peak_bytes) // 40
+    step = (ends.no_recompute_peak_bytes - ends.min_peak_bytes) // 16
     plans = [revzoo.solve(profile, budget) for budget in range(ends.min_peak_bytes, ends.no_recompute_peak_bytes + step, step)]
-    assert len(plans) >= 41
+    assert len(plans) >= 17
     costs = [cost(profile.problem, plan.schedule) for plan in plans]
     assert costs == sorted(costs, reverse=True)
     assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
     assert (plans[0].peak_bytes, costs[-1], plans[-1].extra_flops) == (ends.min_peak_bytes, 0, 0)
+    assert (set(ends.schedule), ends.peak_bytes) == ({"store"}, ends.no_recompute_peak_bytes)
+    assert ends.notes[-1].startswith("Everything is stored: the budget is above the ")
     assert len(set(costs)) > 5
-    for plan in plans[::8]:
+    for plan in plans[::4]:
         tiny.schedule = plan
         assert revzoo.measure_memory(tiny, x).peak_bytes == plan.peak_bytes
 
 
-def test_above_everything_everything_is_stored_and_a_note_reports_it(profile):
-    plan = revzoo.solve(profile, "8GiB")
-    assert set(plan.schedule) == {"store"}
-    assert plan.peak_bytes == plan.no_recompute_peak_bytes
-    assert plan.extra_flops == 0
-    assert plan.notes[-1].startswith("Everything is stored: the budget is above the ")
-
-
 def test_a_plan_tells_how_far_from_the_fastest_it_may_be(profile, middle, monkeypatch):
     assert not any("could be saved" in note for note in middle.notes)
-    monkeypatch.setattr(timeline, "_FEW", -1)
     monkeypatch.setattr(timeline, "_MANY", 1)
     plan = revzoo.solve(profile, middle.budget_bytes)
     gap = find_schedule(profile.problem, middle.budget_bytes).gap
@@ -96,15 +89,6 @@ def test_below_the_minimum_the_minimum_is_named(profile):
     assert revzoo.solve(profile, least).peak_bytes == least
 
 
-def test_applied_it_takes_what_it_promised(middle, tiny, x):
-    middle.apply(tiny, x)
-    assert tiny.schedule == list(middle.schedule)
-    assert revzoo.measure_memory(tiny, x).peak_bytes == middle.peak_bytes
-    other = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=2"])
-    other.schedule = middle
-    assert other.schedule == list(middle.schedule)
-
-
 def test_gradients_under_a_plan_are_those_of_the_stored_run(middle, tiny, x):
     tiny.exact = True
     plan = replace(middle, setting=replace(middle.setting, exact=True))
@@ -118,21 +102,12 @@ def test_gradients_under_a_plan_are_those_of_the_stored_run(middle, tiny, x):
     assert all(map(torch.equal, *grads))
 
 
-def test_phases_are_those_of_one_step(middle, tiny):
-    assert [phase.name for phase in middle.phase_peaks] == [*tiny.units, "loss", *reversed(tiny.units)]
-    assert max(phase.bytes for phase in middle.phase_peaks) == middle.peak_bytes
-    assert isinstance(middle.phase_peaks[0], PhasePeak)
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda model: model.eval(), "training mode: True in the plan, False now"),
-        (lambda model: model.double(), "dtype: float32 in the plan, float64 now"),
-        (lambda model: setattr(model, "exact", True) or model, "exact: False in the plan, True now"),
         (lambda model: revzoo.create("rev_vit_digits"), "hash of the model's parts, sizes and frozen parameters: "),
         (lambda model: revzoo.create("revnet_digits"), "model: rev_vit_digits in the plan, revnet_digits now"),
-        (lambda model: ReversibleChain([nn.Linear(2, 2)]), "model: rev_vit_digits in the plan, ReversibleChain now"),
     ],
 )
 def test_it_is_refused_elsewhere_with_the_reason(change, reason, middle, tiny):
@@ -166,23 +141,11 @@ def test_saved_and_loaded_it_is_the_same(middle, tiny, tmp_path):
     assert tiny.schedule == list(middle.schedule)
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{", "[]", "3", "{}", '{"units": []}', '{"schedule": ["store"], "units": ["stem"]}', "\x00\xff"]
-)
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schedule": ["store"], "units": ["stem"]}', "\x00\xff"])
 def test_what_is_no_plan_is_named(content, tmp_path):
     (tmp_path / "plan.json").write_text(content)
     with pytest.raises(PlanError, match=r"plan\.json is not a saved plan \(.*\)\. revzoo plan NAME .*--out FILE writes one\."):
         Plan.load(tmp_path / "plan.json")
-
-
-def test_a_plan_of_another_version_is_named(middle, tmp_path):
-    middle.save(tmp_path / "plan.json")
-    (tmp_path / "plan.json").write_text((tmp_path / "plan.json").read_text().replace("min_peak_bytes", "least_bytes"))
-    with pytest.raises(PlanError, match=r"not a saved plan \(its fields are those of another version of revzoo\)"):
-        Plan.load(tmp_path / "plan.json")
-
-
-def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(PlanError, match=r"nowhere\.json is not a saved plan \(.*No such file"):
         Plan.load(tmp_path / "nowhere.json")
 
@@ -194,8 +157,6 @@ def test_a_missing_file_is_named(tmp_path):
         lambda facts: facts["schedule"].__setitem__(0, "sotre"),
         lambda facts: facts.pop("setting"),
         lambda facts: facts.update(surplus=1),
-        lambda facts: facts.update(phase_peaks=[{"name": "stem"}]),
-        lambda facts: facts.update(schedule="store"),
         lambda facts: facts["setting"].update(batch=None),
     ],
 )
@@ -239,7 +200,7 @@ def predict_too_little(profile: Profile, missing: int) -> Profile:
     return replace(profile, memory=replace(profile.memory, fixed_bytes=profile.memory.fixed_bytes - missing))
 
 
-@pytest.mark.parametrize("missing", [1, 5000, 60_000])
+@pytest.mark.parametrize("missing", [1, 60_000])
 def test_a_plan_that_counts_more_than_predicted_is_made_again_for_less(missing, profile, middle, tiny, x):
     budget = middle.peak_bytes - 1  # the profile that predicts too little believes that this schedule fits
     wrong = predict_too_little(profile, missing)
@@ -274,12 +235,6 @@ def test_a_plan_of_the_additive_model_that_admits_its_excess_is_counted_only(pro
     assert enforce_budget(tiny, x, profile, plan) == plan
 
 
-@pytest.mark.parametrize("budget", ["much", 0, None])
-def test_nonsense_is_no_budget(budget, profile):
-    with pytest.raises(InputError, match="A budget is bytes"):
-        revzoo.solve(profile, budget)
-
-
 def long_chain(mlp) -> tuple[ReversibleChain, tuple[torch.Tensor, ...]]:
     """Return a chain in which activations weigh more than weights."""
     return ReversibleChain([mlp() for _ in range(12)]), torch.randn(2, 64, 16, 8).unbind()
@@ -288,38 +243,15 @@ def long_chain(mlp) -> tuple[ReversibleChain, tuple[torch.Tensor, ...]]:
 def test_runs_are_no_longer_than_rounding_allows(mlp):
     profile = revzoo.profile(*long_chain(mlp), run=False)
     lengths, least = {}, {}
-    for most in (None, 4, 2, 1, 0):
+    for most in (None, 4, 1, 0):
         limited = replace(profile, memory=replace(profile.memory, max_invert_run=most))
         plan = revzoo.solve(limited, revzoo.solve(limited, "8GiB").min_peak_bytes)
         runs = "".join("i" if mode == "invert" else " " for mode in plan.schedule).split()
         lengths[most], least[most] = max(map(len, runs), default=0), plan.min_peak_bytes
         assert plan.max_invert_run == most
     assert lengths[None] > 4
-    assert all(lengths[most] <= most for most in (4, 2, 1, 0))
-    assert least[None] < least[4] <= least[2] <= least[1] <= least[0]
-
-
-def test_a_model_without_an_invertible_step_is_planned(mlp):
-    chain, x = long_chain(mlp)
-    profile = revzoo.profile(chain, x, run=False)
-    limited = replace(profile, memory=replace(profile.memory, max_invert_run=0))
-    plan = revzoo.solve(limited, revzoo.solve(limited, "8GiB").min_peak_bytes)
-    assert "invert" not in plan.schedule
-    chain.schedule = plan
-    assert revzoo.measure_memory(chain, x).peak_bytes == plan.peak_bytes == plan.min_peak_bytes
-
-
-def test_nodes_alone_are_planned(tiny, profile, x):
-    """Without inverting and recomputing steps there are the nodes."""
-    units = [
-        replace(u, first=None, options=tuple(o for o in u.options if o.mode == "store" or u.name in ("stem", "fuse", "head")))
-        for u in profile.memory.units
-    ]
-    limited = replace(profile, memory=replace(profile.memory, units=tuple(units)))
-    plan = revzoo.solve(limited, revzoo.solve(limited, "8GiB").min_peak_bytes)
-    assert plan.schedule[1:5] == ("store",) * 4
-    tiny.schedule = plan
-    assert revzoo.measure_memory(tiny, x).peak_bytes == plan.peak_bytes == plan.min_peak_bytes <= plan.no_recompute_peak_bytes
+    assert all(lengths[most] <= most for most in (4, 1, 0))
+    assert least[None] < least[4] <= least[1] <= least[0]
 
 
 def test_profile_solve_and_count_in_one_call(tiny, x):

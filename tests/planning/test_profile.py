@@ -1,6 +1,5 @@
 """Profiles: what is counted, what is measured, and which notes explain what could not be."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from revzoo.errors import InputError
 from revzoo.planning.profiling import profile as module
 from revzoo.planning.profiling import timing
 from revzoo.planning.profiling.count import count
-from revzoo.planning.solvers.schedule import cost, peak
+from revzoo.planning.solvers.prediction import cost, peak
 from revzoo.planning.solvers.timeline import minimize_peak
 from revzoo.runtime import ReversibleChain
 
@@ -58,14 +57,13 @@ def failing(error: Exception):
     return fail
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_running_out_of_memory_falls_back_to_what_is_counted(error, tiny):
+def test_running_out_of_memory_falls_back_to_what_is_counted(tiny):
     x, calls = tiny.example_input(2), []
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         if len(calls) > counting:
-            raise error
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return logits.sum()
 
     counting = 10**9
@@ -78,7 +76,7 @@ def test_running_out_of_memory_falls_back_to_what_is_counted(error, tiny):
     assert tiny.schedule == ["store", *["invert"] * 4, "store", "store"]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.5])
 def test_no_step_that_is_timed_takes_more_than_the_budget(share, tiny, monkeypatch):
     x = tiny.example_input(64)
     memory, run, peaks = count(tiny, x), timing._time_step, []
@@ -98,7 +96,7 @@ def test_no_step_that_is_timed_takes_more_than_the_budget(share, tiny, monkeypat
     assert not peaks
 
 
-def test_the_spread_is_saved_with_the_profile_and_printed_with_the_plan(tiny, tmp_path):
+def test_the_spread_is_printed_with_the_plan(tiny):
     x = tiny.example_input(2)
     profile = revzoo.profile(tiny, x, run=False)
     units = len(profile.memory.units)
@@ -107,8 +105,6 @@ def test_the_spread_is_saved_with_the_profile_and_printed_with_the_plan(tiny, tm
     plan = revzoo.solve(profile, "8GiB")
     assert plan.spread == 0.025
     assert "7 store; 500 ms +- 2.5 % a training step" in str(plan)
-    plan.save(tmp_path / "plan.json")
-    assert revzoo.Plan.load(tmp_path / "plan.json") == plan
 
 
 def test_another_error_is_no_lack_of_memory(tiny, monkeypatch):
@@ -130,9 +126,8 @@ def test_what_is_on_meta_is_counted_as_what_has_values(tiny, quick):
         assert peak(profile.memory, modes) == peak(with_values, modes)
 
 
-@pytest.mark.parametrize("state", [torch.optim.SGD, torch.optim.AdamW])
-def test_the_optimizer_and_what_else_is_alive(state, tiny, quick):
-    x, optimizer = tiny.example_input(2), state(tiny.parameters())
+def test_the_optimizer_and_what_else_is_alive(tiny, quick):
+    x, optimizer = tiny.example_input(2), torch.optim.AdamW(tiny.parameters())
     profile = revzoo.profile(tiny, x, optimizer, run=False, other_bytes=500)
     expected = revzoo.measure_memory(tiny, x, optimizer).optimizer_bytes + 500
     assert profile.other_bytes == expected
@@ -160,7 +155,6 @@ def test_runs_are_limited_where_rounding_asks_for_it(half, limited, mlp):
             torch.zeros(2, 4),
             r"changed can be profiled\. Received: Linear\. For any other module there is revzoo\.plan\(",
         ),
-        (ReversibleChain([nn.Linear(4, 4)]), None, "at least one tensor. Received: NoneType"),
         (ReversibleChain([nn.Linear(4, 4)]), (torch.zeros(0, 4), torch.zeros(0, 4)), "at least one example"),
         (ReversibleChain([nn.GELU()]), (torch.zeros(2, 4), torch.zeros(2, 4)), "No parameter of the model requires a gradient"),
     ],
@@ -173,10 +167,3 @@ def test_what_cannot_be_profiled(model, batch, message):
 def test_another_optimizer_is_refused(tiny):
     with pytest.raises(InputError, match="parameters that are not the model's"):
         revzoo.profile(tiny, tiny.example_input(2), torch.optim.SGD(nn.Linear(2, 2).parameters()))
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_the_surrounding_autocast_is_noted(autocast, tiny, quick):
-    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-        profile = revzoo.profile(tiny, tiny.example_input(2), run=False)
-    assert profile.setting.dtype == ("float32, autocast bfloat16" if autocast else "float32")

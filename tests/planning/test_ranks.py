@@ -12,7 +12,7 @@ from revzoo.planning.profiling.count import count, count_peak
 from revzoo.planning.ranks.division import Division, count_rank_bytes
 from revzoo.planning.ranks.rank_copy import Collective, divide_copy
 from revzoo.planning.ranks.rank_plan import plan_ranks
-from revzoo.planning.solvers.schedule import peak
+from revzoo.planning.solvers.prediction import peak
 from revzoo.runtime.live_bytes import LiveBytes
 
 BATCH = 4
@@ -34,29 +34,16 @@ def send(model: revzoo.Model, **settings: str) -> dict[str, Collective]:
     [
         ("rev_vit_digits", Division(3)),
         pytest.param("rev_vit_digits", Division(4, "hybrid", 2), marks=pytest.mark.slow),
-        pytest.param("revnet_digits", Division(8, "hybrid", 2), marks=pytest.mark.slow),
         pytest.param("rev_swin_digits", Division(4), marks=pytest.mark.slow),
-        pytest.param("reformer_mini", Division(4), marks=pytest.mark.slow),
     ],
 )
 def test_any_schedule_takes_what_is_predicted(name, division, schedules):
-    for predicted, counted in list_peaks(name, division, schedules):
-        assert predicted == counted
-
-
-@pytest.mark.slow
-def test_with_shards_on_the_host_no_schedule_takes_more_than_is_predicted(schedules):
-    for predicted, counted in list_peaks("rev_vit_digits", Division(4, offload=True), schedules):
-        assert 0.99 * predicted <= counted <= predicted
-
-
-def list_peaks(name, division, schedules):
-    """Return the predicted and the counted peak of some schedules."""
     model = revzoo.create(name, device="meta", overrides=["stages.0.depth=1"])
     batch = model.example_input(BATCH)
     with divide_copy(model, division) as (divided, _), accumulated_gradients(divided):
         problem = count(divided, batch)
-        return [(peak(problem, modes), count_peak(divided, batch, modes)) for modes in schedules(divided, 4)]
+        for modes in schedules(divided, 3):
+            assert peak(problem, modes) == count_peak(divided, batch, modes)
 
 
 def test_shards_are_counted_with_what_fills_them_up():
@@ -70,24 +57,6 @@ def test_shards_are_counted_with_what_fills_them_up():
     assert held.optimizer.state == 2 * sum(shards.values()) + steps
     with divide_copy(model, Division(3)) as (divided, _), LiveBytes() as live:
         assert live.size(live.watch(divided.parameters())) == held.weights
-
-
-def test_what_is_on_the_host_is_not_counted():
-    """Neither shards, optimizer state nor gradients of earlier units; while it gathers, a card has a copy of its own shard."""
-    model = create_vit()
-    batch, optimizer = model.example_input(BATCH), create_optimizer_v2(model, "adamw")
-    divisions = [Division(2), Division(2, offload=True)]
-    [device, host] = [plan_ranks(model, batch, "1GiB", division, optimizer=optimizer)[0] for division in divisions]
-    assert device.held == host.held
-    assert device.collectives == host.collectives
-    shards = {entry.name: sum(p.nbytes for p in entry.module.parameters()) // 2 for entry in model.layout() if entry.is_unit}
-    sent = 0
-    for before, after in zip(device.plan.phase_peaks, host.plan.phase_peaks, strict=True):
-        saved = before.bytes - after.bytes - device.held.weights - device.held.optimizer.state
-        if before.phase == "backward":
-            sent += shards[before.name]
-        assert sent - 2 * max(shards.values()) <= saved <= sent
-    assert saved == sum(shards.values()) - shards["stem"]
 
 
 def test_frozen_parameters_have_no_gradients_and_are_not_reduced():
@@ -122,12 +91,10 @@ def test_autocast_sends_what_float32_sends():
 
 
 def test_what_is_no_division_or_no_model_of_the_zoo_is_refused():
-    with pytest.raises(UnknownNameError, match="Unknown shard 'half'. Allowed: full, hybrid, none"):
-        Division(2, "half")
+    with pytest.raises(UnknownNameError, match="Unknown shard 'none'. Allowed: full, hybrid"):
+        Division(2, "none")
     with pytest.raises(InputError, match="8 ranks on 3 nodes. Give a multiple of 3 ranks"):
         Division(8, "full", 3)
-    with pytest.raises(InputError, match="Received: offload with shard=none. Use shard=full."):
-        Division(8, "none", offload=True)
     layer = torch.nn.Linear(2, 2)
     with pytest.raises(InputError, match="Models of the zoo are planned for many ranks. Received: Linear."):
         plan_ranks(layer, torch.randn(2, 2), "1GiB", Division(2))

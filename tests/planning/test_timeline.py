@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 
 from revzoo.planning.solvers import timeline
-from revzoo.planning.solvers.lower_bound import LowerBound
+from revzoo.planning.solvers.prediction import PhasePeak, cost, list_phase_peaks, peak
 from revzoo.planning.solvers.problem import Option, Problem, Unit
-from revzoo.planning.solvers.schedule import PhasePeak, cost, list_phase_peaks, peak
-from revzoo.planning.solvers.search_states import reach_search_states
 from revzoo.planning.solvers.timeline import find_schedule, minimize_peak, solve_timeline
 from revzoo.runtime.mode import Mode
 
@@ -165,9 +163,8 @@ def problems(count: int, seed: int):
         yield rng, random_problem(rng, rng.randint(6, 10) if long else rng.choice([2, 3, 3, 4, 4, 5]), 2 if long else 4)
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
-def test_equals_brute_force(count):
-    solved = mixed = 0
+def test_equals_brute_force():
+    count, solved, mixed = 200, 0, 0
     for rng, problem in problems(count, 0):
         schedules = all_schedules(problem)
         for modes in rng.sample(list(schedules), min(3, len(schedules))):
@@ -237,22 +234,6 @@ def test_more_budget_is_never_slower():
         assert prices[0] == cost(problem, dearest)
 
 
-def test_a_hundred_steps_of_two_kinds():
-    """Many partial solutions share their largest need, so the search stays small; more budget is never slower."""
-    units = tuple(step(k, (10**9, 3 * 10**8)[k % 2], (500, 300)[k % 2], 10**8) for k in range(100))
-    problem = Problem(units, dict.fromkeys(range(101), 10**8), 10**9, 10**8, (99, 100))
-    least, _ = minimize_peak(problem)
-    full = peak(problem, ["store"] * 100)
-    prices = []
-    for part in range(0, 11, 2):
-        budget = least + (full - least) * part // 10
-        modes = solve_timeline(problem, budget)
-        assert peak(problem, modes) <= budget
-        prices.append(cost(problem, modes))
-    assert prices == sorted(prices, reverse=True)
-    assert prices[-1] == 0
-
-
 def chain(count: int) -> Problem:
     """Steps of which no two are equal, each with the four modes."""
     rng = random.Random(count)
@@ -278,48 +259,19 @@ def budgets(problem: Problem, parts: tuple[float, ...]) -> list[int]:
     return [least + int(part * (stored - least)) for part in parts]
 
 
-def test_the_bound_changes_no_schedule(search_near_bound):
-    """The same modes, ties included, and None where nothing fits."""
-    solved = 0
-    for problem in (*(problem for _, problem in problems(8, 5)), chain(30)):
-        least, _ = minimize_peak(problem)
-        assert search_near_bound(problem, least - 1) is None
-        for budget in (least, least + 15, least + 40, *budgets(problem, (0.3, 0.7))):
-            assert search_near_bound(problem, budget) == find_schedule(problem, budget)
-            solved += 1
-    assert solved == 5 * 9
-
-
-def test_no_schedule_costs_less_than_the_bound():
-    near = 0
-    for problem in (*(problem for _, problem in problems(40, 6)), chain(60)):
-        for budget in budgets(problem, (0.0, 0.3, 0.7, 0.95)):
-            least = cost(problem, find_schedule(problem, budget).modes)
-            bound = LowerBound(problem, reach_search_states(problem, budget), budget).cost
-            assert 0 <= bound <= least
-            near += bound > 0.9 * least > 0
-    assert near > 20
-
-
-@pytest.mark.parametrize("most", [20, 2000])
-def test_what_is_dropped_costs_no_more_than_the_gap(most, search_near_bound):
+@pytest.mark.parametrize("most", [60, 2**24])
+def test_what_is_dropped_costs_no_more_than_the_gap(most, monkeypatch):
     dropped = worse = 0
     for problem in (*(problem for _, problem in problems(6, 7)), chain(30)):
         for budget in budgets(problem, (0.0, 0.2, 0.5, 0.8)):
-            schedule, least = search_near_bound(problem, budget, most), cost(problem, find_schedule(problem, budget).modes)
+            least = cost(problem, find_schedule(problem, budget).modes)
+            with monkeypatch.context() as patch:
+                patch.setattr(timeline, "_MANY", most)
+                schedule = find_schedule(problem, budget)
             found = cost(problem, schedule.modes)
             assert peak(problem, schedule.modes) <= budget
             assert least <= found
-            assert found * (1 - schedule.gap) <= least
+            assert found * (1 - schedule.gap) <= least + 1e-6
             dropped += schedule.gap > 0
             worse += found > least
-    assert (dropped, worse) == (0, 0) if most == 2000 else dropped > worse > 0
-
-
-def test_a_long_chain_keeps_few_partial_solutions(search_near_bound):
-    """Of 150 different steps in four modes, a tenth is enough, and nothing better is dropped."""
-    problem = chain(150)
-    (budget,) = budgets(problem, (0.7,))
-    with pytest.raises(timeline._TooManyError):
-        timeline._search(problem, reach_search_states(problem, budget), budget, most=200_000)
-    assert search_near_bound(problem, budget, 20_000).gap == 0
+    assert (dropped, worse) == (0, 0) if most > 60 else dropped >= worse > 0

@@ -10,11 +10,10 @@ from torch import nn
 import revzoo
 from revzoo.planning.profiling import timing
 from revzoo.planning.profiling.count import count
-from revzoo.planning.profiling.timing import Timing, list_variants, measure_timing, price_by_time
+from revzoo.planning.profiling.timing import list_variants, measure_timing
+from revzoo.planning.solvers.prediction import peak
 from revzoo.planning.solvers.problem import Problem
-from revzoo.planning.solvers.schedule import cost, peak
 from revzoo.runtime import ReversibleChain
-from revzoo.runtime.mode import Mode
 
 PLENTY = 2**40
 MODES = {"store", "selective", "recompute", "invert", "first"}
@@ -44,11 +43,6 @@ def timetable(monkeypatch):
 def chain_of(depth: int, rows: int = 3) -> tuple[ReversibleChain, tuple[torch.Tensor, ...]]:
     chain = ReversibleChain([nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(depth)])
     return chain, torch.randn(2, rows, 8).unbind()
-
-
-def test_the_first_of_a_run_is_a_variant_of_its_own():
-    modes = [*map(Mode, ["invert", "invert", "store", "invert", "recompute", "selective", "invert", "invert"])]
-    assert list(list_variants(modes)) == ["first", "invert", "store", "first", "recompute", "selective", "first", "invert"]
 
 
 def test_medians_over_all_units_of_a_kind(timetable):
@@ -138,26 +132,13 @@ def test_more_rounds_where_samples_are_spread(noise, runs, monkeypatch):
 
 def test_the_clock_is_that_of_the_thread_except_where_a_second_one_works(monkeypatch):
     ticks = itertools.count()
-    monkeypatch.setattr("revzoo.planning.profiling.clock.time.thread_time", lambda: next(ticks))
+    monkeypatch.setattr("revzoo.planning.profiling.timing.time.thread_time", lambda: next(ticks))
     chain, batch = chain_of(2)
     # Marks at the beginning, two forwards, the loss, two backwards and the end.
     assert timing.measure_step_seconds(chain, batch, ("invert", "store")) == (6.0, 0.0)
     assert next(ticks) == 6 * 7
     assert timing.measure_step_seconds(chain, batch, ("invert", "invert"), lookahead=1).seconds < 6
     assert next(ticks) == 6 * 7 + 1
-
-
-def test_costs_become_nanoseconds_over_storing():
-    chain, batch = chain_of(3)
-    problem = count(chain, batch)
-    extra = {"store": 0, "selective": 1, "recompute": 20, "invert": 300, "first": 4000}
-    times = Timing(step_seconds=1.0, forward_seconds=(0.1,) * 3, extra=(extra,) * 3, spread=0.0, runs=1)
-    priced = price_by_time(problem, times)
-    assert cost(priced, ["invert"] * 3) == 4600
-    assert cost(priced, ["invert", "recompute", "invert"]) == 8020
-    assert cost(priced, ["selective", "store", "selective"]) == 2
-    for modes in (["store"] * 3, ["invert"] * 3, ["recompute", "invert", "selective"]):
-        assert peak(priced, modes) == peak(problem, modes)
 
 
 def test_steps_that_are_run_give_times_of_every_unit(tiny):
@@ -170,13 +151,6 @@ def test_steps_that_are_run_give_times_of_every_unit(tiny):
     assert all(extra["store"] == 0 <= min(extra.values()) for extra in times.extra)
     assert all(seconds > 0 for seconds in times.forward_seconds)
     assert times.step_seconds > sum(times.forward_seconds)
-
-
-def test_steps_of_one_kind_share_their_samples():
-    chain, batch = chain_of(6)
-    times = measure_timing(chain, batch, count(chain, batch), PLENTY)
-    assert len({tuple(sorted(extra.items())) for extra in times.extra[1:]}) == 1
-    assert len(set(times.forward_seconds[1:])) == 1
 
 
 def short_revnet() -> revzoo.Model:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from revzoo.analysis.optimizer_step import OptimizerBytes, copy_optimizer, count_optimizer
 from revzoo.errors import InputError, UnknownNameError
 from revzoo.model.network import Network
-from revzoo.sharding.mesh import Shard, count_shards, read_sizes
+from revzoo.sharding.mesh import count_shards, read_sizes
 from revzoo.sharding.shard import list_gathered
+
+Divided = Literal["full", "hybrid"]
 
 
 @dataclass(frozen=True)
@@ -28,19 +30,17 @@ class Division:
 
     Args:
         ranks: number of processes, one for each card.
-        shard: "full" divides the network over all of them, "hybrid" over those of each node, "none" repeats it on every one.
+        shard: "full" divides the network over all of them, "hybrid" over those of each node.
         nodes: machines, with the same number of ranks each.
-        offload: shards, gradients and the optimizer's state are on the host, and not in the memory that is planned.
     """
 
     ranks: int
-    shard: Shard = "full"
+    shard: Divided = "full"
     nodes: int = 1
-    offload: bool = False
 
     def __post_init__(self) -> None:
-        if self.shard not in get_args(Shard):
-            raise UnknownNameError("shard", self.shard, get_args(Shard))
+        if self.shard not in get_args(Divided):
+            raise UnknownNameError("shard", self.shard, get_args(Divided))
         for name in ("ranks", "nodes"):
             if type(value := getattr(self, name)) is not int or value < 1:
                 raise InputError(f"{name} is a whole number of at least 1. Received: {value!r}.")
@@ -49,40 +49,32 @@ class Division:
                 f"Every node has the same number of ranks. Received: {self.ranks} ranks on {self.nodes} nodes. Give a "
                 f"multiple of {self.nodes} ranks."
             )
-        if self.shard != "none":
-            count_shards(self.ranks, self.shard, self.nodes)
-        elif self.offload:
-            raise InputError(
-                "Shards are kept on the host where there are some. Received: offload with shard=none. Use shard=full."
-            )
+        count_shards(self.ranks, self.shard, self.nodes)
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, *, offload: bool) -> "Division":
-        """Return the division of ranks that `make_mesh` has arranged. On a CPU the host is the device, offload or not."""
+    def of(cls, mesh: DeviceMesh) -> "Division":
+        """Return the division of ranks that `make_mesh` has arranged."""
         nodes = read_sizes(mesh).get("replicate")
-        on_host = offload and mesh.device_type != "cpu"
-        return cls(mesh.size(), "full" if nodes is None else "hybrid", nodes or 1, on_host)
+        return cls(mesh.size(), "full" if nodes is None else "hybrid", nodes or 1)
 
     @property
     def shards(self) -> int:
         """Pieces that each parameter is cut into by FSDP2."""
-        return 1 if self.shard == "none" else count_shards(self.ranks, self.shard, self.nodes)
+        return count_shards(self.ranks, self.shard, self.nodes)
 
     @property
     def copies(self) -> int:
-        """How many nodes, or ranks that have the whole, hold the same piece."""
+        """How many nodes hold the same piece."""
         return self.ranks // self.shards
 
     def __str__(self) -> str:
         where = f" on {self.nodes} nodes" if self.nodes > 1 else ""
-        return f"{self.ranks} ranks{where}, shard={self.shard}{', offload' * self.offload}"
+        return f"{self.ranks} ranks{where}, shard={self.shard}"
 
 
 @dataclass(frozen=True)
 class RankBytes:
     """What the rank with the largest shards holds besides activations.
-
-    With `offload`, all but `buffers` and `gathered` is on the host.
 
     Args:
         weights: shards of all parameters.
@@ -110,14 +102,12 @@ def count_rank_bytes(model: Network, division: Division, optimizer: Optimizer | 
     """
     shards = division.shards
     own = {id(p): cast(Tensor, p) for p in model.parameters()}  # what FSDP2 cuts
-    gathered = 0
-    if division.shard != "none":
-        units = list_gathered(model)
-        inside = {id(p) for unit in units for p in unit.parameters()}
-        root = _count_padded_bytes((p for key, p in own.items() if key not in inside), shards)
-        sizes = [0, *(_count_padded_bytes((own[id(p)] for p in unit.parameters()), shards) for unit in units)]
-        # A unit is copied from the buffer that it arrived in; in backward, the one before it arrives meanwhile.
-        gathered = root + max(unit + max(unit, before) for before, unit in pairwise(sizes))
+    units = list_gathered(model)
+    inside = {id(p) for unit in units for p in unit.parameters()}
+    root = _count_padded_bytes((p for key, p in own.items() if key not in inside), shards)
+    sizes = [0, *(_count_padded_bytes((own[id(p)] for p in unit.parameters()), shards) for unit in units)]
+    # A unit is copied from the buffer that it arrived in; in backward, the one before it arrives meanwhile.
+    gathered = root + max(unit + max(unit, before) for before, unit in pairwise(sizes))
     return RankBytes(
         weights=_count_padded_bytes(own.values(), shards) // shards,
         gradients=_count_padded_bytes((p for p in own.values() if p.requires_grad), shards) // shards,

@@ -5,8 +5,7 @@ collectives send nothing. A training step of the copy therefore gathers, frees a
 planner counts its bytes like those of any other model.
 
 On a CPU and on a card FSDP2 allocates and frees in the same order of calls. What the allocator of a card keeps apart for its
-streams is not counted. Shards on the host (`offload`) are not copied there: the copy that a card has of its own shard while it
-gathers is added, and gradients are freed where they leave the card.
+streams is not counted, and neither is what `offload` keeps on the host: shards count as if they were on the card.
 """
 
 import copy
@@ -21,8 +20,6 @@ import torch
 import torch.distributed._tools.fake_collectives  # collectives of FakeTensors do nothing, in any process group
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from revzoo.analysis.fake_tensors import FakeMode, make_fake
@@ -98,7 +95,7 @@ def divide_copy(
 
     Args:
         model: not divided itself; on any device. It is left as it is.
-        division: "full" or "hybrid".
+        division: over which ranks.
         precision: of the autocast under which the step will run.
         mesh: of the ranks, where they have been started. Nothing is sent. None pretends that they have.
     Raises:
@@ -112,41 +109,14 @@ def divide_copy(
     with _pretend_ranks(division) if mesh is None else nullcontext(mesh) as ranks, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # which no step changes in place
         shard_(divided, ranks, precision=precision)  # outside of the mode: the mesh has values
-        if division.offload:
-            _keep_on_host(divided)
         divided.register_forward_pre_hook(mode.begin_step, prepend=True)
         yield divided, mode
-
-
-class _GatherFromHost(DefaultAllGather):
-    """Gathers shards that are on the host: every rank has a copy of its own on the device until the whole is gathered."""
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *arguments: Any, **more: Any) -> Any:
-        own = torch.empty_like(input_tensor)
-        work = super().__call__(output_tensor, input_tensor, *arguments, **more)
-        del own
-        return work
-
-
-def _keep_on_host(divided: nn.Module) -> None:
-    """Let units take the memory of a card whose shards and gradients are on the host; the shards themselves stay counted."""
-    for module in divided.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_GatherFromHost())
-    for p in divided.parameters():
-        if p.requires_grad:
-            p.register_post_accumulate_grad_hook(_send_to_host)
-
-
-def _send_to_host(p: Tensor) -> None:
-    p.grad = None
 
 
 @contextmanager
 def _pretend_ranks(division: Division) -> Iterator[DeviceMesh]:
     if distributed.is_initialized():
         raise InputError("The ranks have been started: give plan_ranks their mesh. Received: mesh=None.")
-    assert division.shard != "none"
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=division.ranks)
     try:
         yield make_mesh(division.ranks, division.shard, division.nodes)

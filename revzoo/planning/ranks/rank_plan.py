@@ -5,7 +5,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -22,10 +21,8 @@ from revzoo.planning.ranks.division import Division, RankBytes, count_rank_bytes
 from revzoo.planning.ranks.rank_copy import Collective, RankMode, divide_copy
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.planning.solvers import Solver
-from revzoo.runtime.mode import MODES, Mode
+from revzoo.runtime.mode import Mode
 from revzoo.sharding.shard import Precision
-
-_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bytes of gradients that DDP sends together, unless it is told otherwise
 
 
 @dataclass(frozen=True)
@@ -37,14 +34,12 @@ class RankPlan:
         division: of the ranks.
         held: what that rank holds besides activations.
         collectives: of a training step with the plan, by kind.
-        collectives_of_modes: the same with everything in one mode.
     """
 
     plan: Plan
     division: Division
     held: RankBytes
     collectives: Mapping[str, Collective]
-    collectives_of_modes: Mapping[str, Mapping[str, Collective]]
 
 
 def plan_ranks(
@@ -85,9 +80,9 @@ def plan_ranks(
     if not isinstance(model, Network):
         raise InputError(f"Models of the zoo are planned for many ranks. Received: {type(model).__name__}.")
     held = count_rank_bytes(model, division, optimizer)
-    with _divide(model, batch, division, precision, mesh, accumulate) as (divided, mode):
-        other_bytes += _count_beside(held, division)
-        counted = count(divided, batch, loss, other_bytes, update_bytes=_count_update(held, division))
+    with _divide(model, division, precision, mesh, accumulate) as (divided, mode):
+        other_bytes += held.optimizer.state
+        counted = count(divided, batch, loss, other_bytes, update_bytes=held.optimizer.update)
         memory = replace(counted, max_invert_run=predict_inversion_limit(model))
         profile = Profile(
             memory,
@@ -96,14 +91,14 @@ def plan_ranks(
             model_bytes=count_model_bytes(model),
             other_bytes=other_bytes,
             notes=(f"Counted for the first of {division}: nothing was run. Costs are FLOPs and bytes.",),
-            update_bytes=_count_update(held, division),
+            update_bytes=held.optimizer.update,
         )
         try:
             plan = enforce_budget(divided, batch, profile, solve(profile, budget, solver), loss)
         except BudgetError as error:
-            raise BudgetError(f"{error} {_name_remedy(division)}") from error
-        steps = [_count_all_reduces(model, division)] * len(MODES) if mode is None else mode.steps  # DDP's are the same in all
-    return RankPlan(plan, division, held, steps[-1], dict(zip(MODES, steps, strict=False))), profile
+            remedy = "More ranks divide weights, gradients and the optimizer's state into smaller shards; activations stay."
+            raise BudgetError(f"{error} {remedy}") from error
+    return RankPlan(plan, division, held, mode.steps[-1]), profile
 
 
 def count_rank_peak(
@@ -121,53 +116,18 @@ def count_rank_peak(
 ) -> int:
     """Return the peak of a training step of one rank with this schedule [bytes]. Other arguments: as for `plan_ranks`."""
     held = count_rank_bytes(model, division, optimizer)
-    other_bytes += _count_beside(held, division)
-    with _divide(model, batch, division, precision, mesh, accumulate) as (divided, _):
-        return count_peak(divided, batch, modes, loss, other_bytes, update_bytes=_count_update(held, division))
-
-
-def _count_beside(held: RankBytes, division: Division) -> int:
-    """Return what a rank holds besides the tensors of its training step: the optimizer's state, and DDP's buckets.
-
-    Shards on the host are among those tensors, and are taken off.
-    """
-    if division.offload:
-        return -held.weights
-    return held.optimizer.state + (held.gradients if division.shard == "none" and division.ranks > 1 else 0)
-
-
-def _count_update(held: RankBytes, division: Division) -> int:
-    return 0 if division.offload else held.optimizer.update
+    other_bytes += held.optimizer.state
+    with _divide(model, division, precision, mesh, accumulate) as (divided, _):
+        return count_peak(divided, batch, modes, loss, other_bytes, update_bytes=held.optimizer.update)
 
 
 @contextmanager
 def _divide(
-    model: Network, batch: Any, division: Division, precision: Precision, mesh: DeviceMesh | None, accumulate: bool
-) -> Iterator[tuple[Network, RankMode | None]]:
-    """Yield what a rank trains, and what notes its collectives; None where nothing is divided."""
-    divided = divide_copy(model, division, precision=precision, mesh=mesh)
-    adds_up = accumulate and not (division.offload and division.copies == 1)  # what nodes will exchange stays on the device
+    model: Network, division: Division, precision: Precision, mesh: DeviceMesh | None, accumulate: bool
+) -> Iterator[tuple[Network, RankMode]]:
+    """Yield what a rank trains, and what notes its collectives."""
     with (
-        nullcontext((model, None)) if division.shard == "none" else divided as (trained, mode),
-        accumulated_gradients(trained) if adds_up else nullcontext(),
+        divide_copy(model, division, precision=precision, mesh=mesh) as (divided, mode),
+        accumulated_gradients(divided) if accumulate else nullcontext(),
     ):
-        yield trained, mode
-
-
-def _count_all_reduces(model: nn.Module, division: Division) -> dict[str, Collective]:
-    """Return what DDP sends in a training step: every gradient once, in buckets."""
-    sizes = [p.nbytes for p in model.parameters() if p.requires_grad][::-1]  # backward begins with the last
-    if division.ranks == 1:
-        return {}
-    buckets, waiting, limit = 0, 0, _FIRST_BUCKET
-    for size in sizes:
-        waiting += size
-        if waiting >= limit:
-            buckets, waiting, limit = buckets + 1, 0, _BUCKET
-    return {"all-reduce": Collective(buckets + bool(waiting), 2 * (division.ranks - 1) * sum(sizes) // division.ranks)}
-
-
-def _name_remedy(division: Division) -> str:
-    if division.shard == "none":
-        return "With shard=full the ranks divide weights, gradients and the optimizer's state."
-    return "More ranks divide weights, gradients and the optimizer's state into smaller shards; activations stay."
+        yield divided, mode

@@ -4,51 +4,44 @@ What a unit keeps is freed before the preceding units run backward. It burdens o
 units keep costs almost nothing. Choosing the modes is thus a multiple-choice knapsack with a capacity for every prefix, which
 is weakly NP-hard. The additive knapsack of `knapsack.py` is the special case in which only the total counts.
 
-The search is dynamic programming. A forward pass finds the search states (`search_states.py`) that can be reached within the
-budget, and the fewest bytes that a schedule keeps on arrival. A backward pass, from the last unit to the first, finds the
-partial solutions of every search state: assignments of modes to all units after it, as pairs (bytes, cost), where bytes is the
-peak of these units if the preceding ones keep nothing. An edge that needs d bytes and keeps m extends a pair (b, c) to
-(max(d, m + b), c + its cost). Both entries grow with those of the pair that was extended. A pair that another one beats in both
-can therefore be dropped for good (Nemhauser & Ullmann 1969), and so can one that exceeds the budget even with the fewest bytes
-kept before it. What remains before the first unit are whole schedules.
+The search is dynamic programming. A *search state* is all that a unit and the following ones must know of those before it
+(`Place`). A forward pass finds the search states that can be reached within the budget, and the fewest bytes that a schedule
+keeps on arrival. A backward pass, from the last unit to the first, finds the partial solutions of every search state:
+assignments of modes to all units after it, as pairs (bytes, cost), where bytes is the peak of these units if the preceding ones
+keep nothing. An edge that needs d bytes and keeps m extends a pair (b, c) to (max(d, m + b), c + its cost). Both entries grow
+with those of the pair that was extended. A pair that another one beats in both can therefore be dropped for good (Nemhauser &
+Ullmann 1969), and so can one that exceeds the budget even with the fewest bytes kept before it. What remains before the first
+unit are whole schedules.
 
-Where there are too many pairs, a lower bound on the cost of the preceding units (`lower_bound.py`) narrows the search. It then
-looks only for schedules that cost at most a little more than the bound on all schedules, and drops every pair that no such
-schedule ends in. If there is one, it is the schedule that the whole search would find. If not, the search allows a higher cost.
-A thousand different steps leave some millions of pairs. If there are still too many, only the lightest of each interval of
-costs is kept, and the possible loss is reported as the gap.
+Chains of some hundred steps, no two of which are equal, leave some millions of pairs. If there are more, only the lightest one
+of each interval of costs is kept, and the possible loss is reported as the gap.
 
 What units leave until forward ends is a second prefix sum, which the pairs do not have. The search first counts it as nothing:
 if the schedule that this gives fits after all, it is the cheapest. Otherwise what is left counts as kept, which is too much
 during backward, and the gap says how much cheaper the first schedule was.
 
-Known inefficiencies: the number of partial solutions is exponential at worst, where costs and bytes are such that the bound
-does not tell them apart. Search states with different tensors are kept apart even where one is never better than
-the other, and so are different lengths of a run if that is limited. All partial solutions stay in memory (32 bytes each) to
-reconstruct the schedule. Every budget is a new search.
+Known inefficiencies: the number of partial solutions is exponential at worst. Search states with different tensors are kept
+apart even where one is never better than the other, and so are different lengths of a run if that is limited. All partial
+solutions stay in memory (32 bytes each) to reconstruct the schedule. Every budget is a new search.
 
 Source: Nemhauser and Ullmann, "Discrete dynamic programming and capital allocation", Management Science 1969, with a
-maximum in place of a sum; the bounds as in Dyer, Riha and Walker, "A hybrid dynamic programming/branch-and-bound algorithm for
-the multiple-choice knapsack problem", 1995.
+maximum in place of a sum.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from revzoo.planning.solvers.lower_bound import LowerBound
+from revzoo.planning.solvers.prediction import Edge, Place, cost, list_edges, loss_need_bytes, peak
 from revzoo.planning.solvers.problem import Option, Problem
-from revzoo.planning.solvers.schedule import Place, cost, loss_need_bytes, peak
-from revzoo.planning.solvers.search_states import ABOVE_ALL, Layer, Node, reach_search_states
 from revzoo.runtime.mode import Mode
 
 _Partials = NDArray[np.int64]  # partial solutions, one per column; by rising bytes and falling cost
 _BYTES, _COST, _EDGE, _REST = range(4)  # their rows: _EDGE indexes the node's edges, _REST the successor's partial solutions
-_FEW = 2**20  # partial solutions that are found without a bound, in a fraction of a second
+_ABOVE_ALL = 1 << 62  # a budget or cost above all
 _MANY = 2**24  # partial solutions that are kept: half a GiB
-_FIRST_GAP, _GROWTH = 1e-6, 4  # from the lower bound to the cost that is tried, relative to the bound
 
 
 @dataclass(frozen=True)
@@ -62,6 +55,22 @@ class Schedule:
 
     modes: list[Mode]
     gap: float = 0.0
+
+
+@dataclass
+class _Node:
+    """A search state that can be reached within the budget.
+
+    Args:
+        min_bytes: fewest bytes kept before it by a schedule that reaches it.
+        edges: one for each mode of the next unit, with the search state that it leads to.
+    """
+
+    min_bytes: int
+    edges: list[tuple[Edge, Place]] = field(default_factory=list)
+
+
+_Layer = dict[Place, _Node]
 
 
 class _TooManyError(Exception):
@@ -114,13 +123,44 @@ def _keep_what_is_left(problem: Problem) -> Problem:
 
 def _find_if_nothing_is_left(problem: Problem, budget: int) -> Schedule | None:
     """Return the cheapest schedule that fits if units leave nothing until forward ends; None where nothing does."""
-    budget = min(budget, ABOVE_ALL)
-    layers = reach_search_states(problem, budget)
+    budget = min(budget, _ABOVE_ALL)
+    layers = _reach_search_states(problem, budget)
     try:
-        modes = _search(problem, layers, budget, most=_FEW)
-        return None if modes is None else Schedule(modes[0])
+        return _search(problem, layers, budget)
     except _TooManyError:
-        return _search_near_bound(problem, layers, budget)
+        return _search(problem, layers, budget, most=max(1, _MANY // sum(map(len, layers))))
+
+
+def _reach_search_states(problem: Problem, budget: int) -> list[_Layer]:
+    """Return the search states that can be reached within the budget: before each unit, and after the last."""
+    longest = problem.max_invert_run
+    last_use = _find_last_uses(problem)
+    layers = [{Place(): _Node(problem.fixed_bytes)}]
+    for k in range(len(problem.units)):
+        following: _Layer = {}
+        for place, node in layers[-1].items():
+            for edge in list_edges(problem, k, place):
+                after = edge.after
+                if node.min_bytes + edge.need_bytes > budget or (longest is not None and after.run > longest):
+                    continue
+                run = min(after.run, 1) if longest is None else after.run  # only a limit needs the length
+                held = frozenset(state for state in after.held if last_use.get(state, -1) > k)
+                to = after._replace(run=run, held=held)
+                node.edges.append((edge, to))
+                kept = node.min_bytes + edge.kept_bytes
+                successor = following.setdefault(to, _Node(kept))
+                successor.min_bytes = min(successor.min_bytes, kept)
+        layers.append(following)
+    return layers
+
+
+def _find_last_uses(problem: Problem) -> dict[int, int]:
+    """Return for every state the last unit that refers to it; the number of units if the loss does."""
+    last_use: dict[int, int] = {}
+    for k, unit in enumerate(problem.units):
+        kept_states = (option.kept_states for option in unit.options)
+        last_use.update(dict.fromkeys((*unit.pair, *unit.beside, *unit.inputs, *(s for kept in kept_states for s in kept)), k))
+    return last_use | dict.fromkeys(problem.pair_after, len(problem.units))
 
 
 def minimize_peak(problem: Problem) -> tuple[int, list[Mode]]:
@@ -139,11 +179,11 @@ def minimize_peak(problem: Problem) -> tuple[int, list[Mode]]:
 
 
 def _minimize_if_nothing_is_left(problem: Problem) -> tuple[int, list[Mode]]:
-    layers = reach_search_states(problem, ABOVE_ALL)
+    layers = _reach_search_states(problem, _ABOVE_ALL)
     rest = {place: loss_need_bytes(problem, place.held) for place in layers[-1]}
     for layer in reversed(layers[:-1]):
         rest = {
-            state: min((max(edge.need_bytes, edge.kept_bytes + rest[to]) for edge, to in node.edges), default=ABOVE_ALL)
+            state: min((max(edge.need_bytes, edge.kept_bytes + rest[to]) for edge, to in node.edges), default=_ABOVE_ALL)
             for state, node in layer.items()
         }
     smallest = max(problem.fixed_bytes + min(rest.values()), problem.update_peak)
@@ -153,48 +193,15 @@ def _minimize_if_nothing_is_left(problem: Problem) -> tuple[int, list[Mode]]:
     return smallest, schedule.modes
 
 
-def _search_near_bound(problem: Problem, layers: Sequence[Layer], budget: int) -> Schedule | None:
-    """Return the cheapest schedule, given that there are too many partial solutions to keep them all."""
-    bound = LowerBound(problem, layers, budget)
-    costs = [[edge.cost for node in layer.values() for edge, _ in node.edges] for layer in layers]
-    dearest = sum(max(each, default=0) for each in costs)
-    unit = max(bound.cost, min((cost for each in costs for cost in each if cost), default=0))
-    gap, most = _FIRST_GAP, None
-    while True:
-        limit = min(int(bound.cost + gap * unit) + 1, dearest)
-        is_last = limit == dearest
-
-        def is_above(k: int, place: Place, partials: _Partials, limit: int = limit) -> NDArray[np.bool_]:
-            return bound.is_above(limit, k, place, partials[_BYTES], partials[_COST])
-
-        try:
-            modes = _search(problem, layers, budget, _MANY, is_above, most)
-        except _TooManyError:
-            most = max(1, _MANY // sum(map(len, layers)))
-            continue
-        if modes is not None and (modes[1] <= limit or is_last):
-            return Schedule(modes[0], 0.0 if most is None else max(0.0, 1 - bound.cost / max(1, modes[1])))
-        if is_last:
-            return None
-        gap *= _GROWTH
-
-
-def _search(
-    problem: Problem,
-    layers: Sequence[Layer],
-    budget: int,
-    most: int,
-    is_above: Callable[[int, Place, _Partials], NDArray[np.bool_]] | None = None,
-    each: int | None = None,
-) -> tuple[list[Mode], int] | None:
-    """Return the modes of the cheapest schedule and its cost; None where there is none.
+def _search(problem: Problem, layers: Sequence[_Layer], budget: int, most: int | None = None) -> Schedule | None:
+    """Return the cheapest schedule; None where there is none.
 
     Args:
-        problem, layers, budget: as for `LowerBound`.
-        most: partial solutions to keep.
-        is_above: says which partial solutions can be dropped, given the index of their unit and their search state.
-        each: partial solutions to keep of each search state; None: all.
-    Raises: _TooManyError: there are more than `most`, and `each` is None.
+        problem: to be solved.
+        layers: its search states within the budget.
+        budget: limit for the peak [bytes].
+        most: partial solutions to keep of each search state; None: all.
+    Raises: _TooManyError: there are too many, and `most` is None.
     """
     partials = [
         {
@@ -202,18 +209,14 @@ def _search(
             for place, node in layers[-1].items()
         }
     ]
-    kept = 0
+    kept = lost = 0
     for k in reversed(range(len(problem.units))):
-        extended = {}
-        for place, node in layers[k].items():
-            columns = _extend_partials(node, partials[-1], budget)
-            if is_above is not None:
-                columns = columns[:, ~is_above(k, place, columns)]
-            if each is not None:
-                columns = _thin(columns, each)
-            extended[place] = columns
-            kept += columns.shape[1]
-        if each is None and kept > most:
+        extended = {place: _extend_partials(node, partials[-1], budget) for place, node in layers[k].items()}
+        if most is not None:
+            lost += max((_find_interval(columns, most) - 1 for columns in extended.values()), default=0)
+            extended = {place: _thin(columns, most) for place, columns in extended.items()}
+        kept += sum(columns.shape[1] for columns in extended.values())
+        if most is None and kept > _MANY:
             raise _TooManyError
         partials.append(extended)
     (state,) = layers[0]
@@ -226,15 +229,18 @@ def _search(
         edge, state = layer[state].edges[chosen[_EDGE]]
         modes.append(edge.mode)
         column = chosen[_REST]
-    return modes, cost
+    return Schedule(modes, min(1.0, lost / max(1, cost)))
+
+
+def _find_interval(partials: _Partials, most: int) -> int:
+    """Return the length of the intervals of costs, of each of which one partial solution is kept; 1 keeps all."""
+    costs = partials[_COST]
+    return 1 if costs.size <= most else -(-int(costs[0] - costs[-1] + 1) // most)
 
 
 def _thin(partials: _Partials, most: int) -> _Partials:
     """Return at most this many partial solutions: of each interval of costs the lightest."""
-    if partials.shape[1] <= most:
-        return partials
-    costs = partials[_COST]
-    intervals = (costs[0] - costs) // -(-int(costs[0] - costs[-1] + 1) // most)
+    intervals = (partials[_COST, :1] - partials[_COST]) // _find_interval(partials, most)
     return partials[:, np.diff(intervals, prepend=-1) > 0]
 
 
@@ -243,7 +249,7 @@ def _end_partial(need: int, room: int) -> _Partials:
     return np.array([[need], [0], [0], [0]])[:, : int(need <= room)]
 
 
-def _extend_partials(node: Node, following: dict[Place, _Partials], budget: int) -> _Partials:
+def _extend_partials(node: _Node, following: dict[Place, _Partials], budget: int) -> _Partials:
     """Return the partial solutions of a node, given those of all search states after its unit."""
     columns = [np.empty((4, 0), np.int64)]
     for i, (edge, to) in enumerate(node.edges):
@@ -256,5 +262,5 @@ def _extend_partials(node: Node, following: dict[Place, _Partials], budget: int)
         columns.append(np.stack([size, rest[_COST, chosen] + edge.cost, np.full_like(chosen, i), chosen]))
     partials = np.concatenate(columns, axis=1)
     order = partials[_BYTES].argsort(kind="stable")
-    order = order[np.diff(np.minimum.accumulate(partials[_COST, order]), prepend=ABOVE_ALL) < 0]  # cheaper than all before it
-    return partials[:, order[np.diff(partials[_BYTES, order], append=ABOVE_ALL) > 0]]  # and of as many bytes the last
+    order = order[np.diff(np.minimum.accumulate(partials[_COST, order]), prepend=_ABOVE_ALL) < 0]  # cheaper than all before it
+    return partials[:, order[np.diff(partials[_BYTES, order], append=_ABOVE_ALL) > 0]]  # and of as many bytes the last
