@@ -213,14 +213,14 @@ def catch_errors() -> list[str]:
     caught, unknown = [], UnknownNameError("recipe", "x", ["y"])
     for work in (
         lambda: call_on_main(accelerator, lambda: fail(0, RevzooError("from 0"))),
-        lambda: call_on_all(accelerator, lambda: fail(1, unknown)),
-        lambda: call_on_all(accelerator, lambda: fail(1, Strange("from", "1"))),
+        lambda: call_on_all(lambda: fail(1, unknown)),
+        lambda: call_on_all(lambda: fail(1, Strange("from", "1"))),
         compare,
     ):
         with pytest.raises((RevzooError, RuntimeError)) as error:
             work()
         caught.append(str(error.value))
-    assert call_on_all(accelerator, lambda: fail(-1, unknown)) == rank
+    assert call_on_all(lambda: fail(-1, unknown)) == rank
     return caught
 
 

@@ -71,7 +71,7 @@ def test_a_share_of_nothing_or_of_more_than_all(given):
 
 def test_a_device_whose_memory_is_unknown():
     with pytest.raises(
-        InputError, match=r"The memory of xpu devices is not known here\. Give the budget in bytes, such as '8GiB'\."
+        InputError, match=r"The memory of mps devices is not known here\. Give the budget in bytes, such as '8GiB'\."
     ):
-        parse_budget("50%", "xpu")
-    assert parse_budget("8GiB", "xpu") == 2**33
+        parse_budget("50%", "mps")
+    assert parse_budget("8GiB", "mps") == 2**33

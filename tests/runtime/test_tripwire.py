@@ -202,25 +202,6 @@ def test_it_can_be_switched_off():
     set_tripwire(True)
 
 
-def test_a_fork_of_the_random_stream_inside_f_is_repeated(error):
-    class Forking(nn.Module):
-        def forward(self, w):
-            with torch.random.fork_rng():
-                mask = torch.rand_like(w)
-            return w.tanh() * mask
-
-    chain = ReversibleChain([Forking() for _ in range(4)])
-
-    def gradients(mode):
-        torch.manual_seed(5)
-        chain.schedule = mode
-        return run(chain, lambda: torch.rand(7))
-
-    expected = gradients("store")
-    for mode in RERUN:
-        assert error(gradients(mode), expected) < 1e-6, mode
-
-
 @pytest.mark.parametrize("mode", ["invert", "recompute"])
 def test_another_thread_may_move_the_random_stream_of_an_f_that_draws_nothing(mode):
     """As one that loads data does. Here it draws during both runs of each step."""
