@@ -192,11 +192,12 @@ def test_a_saved_plan_is_the_same(net, tmp_path, same_step):
         revzoo.ModulePlan.load(tmp_path / "none.json")
 
 
-def test_reforward_plans_and_applies(net, same_step):
+def test_reforward_plans_and_applies(same_step):
+    net = Net(blocks=4).train()
     plain = copy.deepcopy(net)
     stored = revzoo.measure_memory(net, IMAGES).activation_bytes
     assert revzoo.reforward(net, IMAGES) is net
-    assert revzoo.measure_memory(net, IMAGES).activation_bytes < 0.6 * stored
+    assert revzoo.measure_memory(net, IMAGES).activation_bytes < 0.5 * stored
     same_step(net, plain, IMAGES)
 
 

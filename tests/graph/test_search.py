@@ -144,6 +144,7 @@ def test_bytes_and_flops_are_counted_as_predicted(name: str) -> None:
     ("name", "expected"),
     [
         ("between graphs", []),  # it cannot be made again
+        ("dense", []),  # nothing makes the result of a product
         ("residual", [({"x"}, {"conv2d_1"})]),  # the first sum is of a norm's result and the batch
         (
             "unet",

@@ -10,6 +10,7 @@ import revzoo
 from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import BudgetError, InputError
 from revzoo.invertible import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU
+from revzoo.planning.planner import enforce_budget
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.solvers.prediction import cost, peak
@@ -74,7 +75,7 @@ def plan_budgets(model: nn.Module, batch: Any, most: float) -> list[revzoo.Plan]
     least = revzoo.solve(profile, loosest).min_peak_bytes
     plans = [revzoo.solve(profile, budget) for budget in (least, (least + loosest) // 2, loosest)]
     assert plans[0].peak_bytes == least < plans[-1].peak_bytes == loosest
-    plans.append(revzoo.plan(model, batch, (least + loosest) // 2))
+    plans.append(enforce_budget(model, batch, profile, plans[1]))
     for plan in plans:
         model.schedule = plan
         taken = revzoo.measure_memory(model, batch).peak_bytes
