@@ -53,6 +53,7 @@ def test_run_folder(tmp_path, shown, capsys):
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [(record["epoch"], record["updates"]) for record in records] == [(1, 4), (2, 8)]
     assert [record["lr"] for record in records] == pytest.approx([(3e-3 + 1e-5) / 2, 1e-5])  # half down the cosine, and down
+    assert records[1]["loss"] < records[0]["loss"]  # of averaged weights, which move
     tops = [record["top1"] for record in records]
     assert (summary.score, summary.best_score, summary.best_epoch) == (tops[-1], max(tops), 1 + tops.index(max(tops)))
     with safe_open(tmp_path / "run" / "last.safetensors", "pt") as file:
