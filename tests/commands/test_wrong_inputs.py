@@ -119,7 +119,6 @@ WRONG = {
     "train rev_vit_s": ("'rev_vit_s'", "revzoo train digits model=rev_vit_s"),
     "train img_size=16": ("'img_size'", "model.overrides=[img_size=...]"),
     "train finetune model=rev_vit_s data.root=photos": ("rev_vit_s", "revzoo train images model=rev_vit_s"),
-    "train spec.yaml": ("'rev_vit_s'", "revzoo train digits model=spec.yaml"),
     "train optimizer.rl=1 train.epochs=many": ("2 problems", "'rl'", "'lr'", "'many'", "an integer >= 1"),
     "train model.overrides=[input.size=[9,9]]": ("1 channels and 9x9",),
     "train train.freeze=[steem]": ("'steem'", "such as stem"),
