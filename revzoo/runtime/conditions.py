@@ -95,8 +95,7 @@ class Conditions:
             if (learned.sets_attributes or self.is_observed) and not (self.forward.is_one_of_several or leaves_alone()):
                 attributes = Attributes(*inventory.modules)
             learned.trials -= 1
-            if random.has_drawn or self.forward.round is not None:
-                states = random.rewind()
+            states = random.rewind()
             entered = settings.enter()
             return run(*args)
         finally:

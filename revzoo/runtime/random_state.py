@@ -112,8 +112,11 @@ class RandomState:
         return not self.has_drawn and self.has_drawn_all
 
     def rewind(self) -> list[Tensor]:
-        """Go back to the states before the call; return the present ones, for `restore`."""
-        if _leaves_alone.get():
+        """Go back to the states before the call, if they are others; return the present ones, for `restore`.
+
+        Also where the call has drawn nothing: it may have put back the state, as under `torch.random.fork_rng`.
+        """
+        if _leaves_alone.get() or self.needs_no_rewinding:
             return []
         present = [generator.get_state() for generator in self.generators]
         for generator, snapshot in zip(self.generators, self._before, strict=True):

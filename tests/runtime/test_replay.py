@@ -14,7 +14,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime import LiveBytes, ReversibleChain
+from revzoo.runtime import LiveBytes, ReversibleChain, set_tripwire
 from revzoo.runtime.random_state import RandomState, find_generators
 
 MODES = ("invert", "recompute", "selective")
@@ -230,6 +230,28 @@ def test_an_error_inside_a_recovery_leaves_stream_and_statistics_as_they_were(st
         (y1 * y2).sum().backward()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(chain.buffers(), buffers, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("compares", [True, False])
+def test_what_f_draws_from_a_fork_of_the_random_stream_is_drawn_again(mode, compares, streams, error):
+    class Forking(nn.Module):
+        def forward(self, w):
+            with torch.random.fork_rng():
+                mask = torch.rand_like(w)
+            return w.tanh() * mask
+
+    chain = ReversibleChain([Forking() for _ in range(4)])
+
+    def run(schedule):
+        torch.manual_seed(5)
+        chain.schedule = schedule
+        y1, y2 = chain(*streams)
+        torch.rand(7)
+        return torch.autograd.grad((y1 * y2).sum(), streams)
+
+    with set_tripwire(compares):
+        assert error(run(mode), run("store")) < 1e-12
 
 
 def test_a_second_run_that_draws_nothing_more_still_stops_early(streams):

@@ -133,14 +133,7 @@ def catch_exceptions(layers: nn.Module, w: Tensor) -> Tensor:
         return w.exp()
 
 
-def draw_apart(layers: nn.Module, w: Tensor) -> Tensor:
-    with torch.random.fork_rng():
-        mask = torch.rand_like(w)
-    return layers(w) * mask
-
-
 INSIDE = {
-    "a fork of the random stream": draw_apart,
     "except": catch_exceptions,
     "a draw after what is saved": lambda layers, w: F.rrelu(layers(w), training=True),  # fills it afterwards
     "a draw at the end": lambda layers, w: F.feature_alpha_dropout(layers(w), 0.5, training=True),
