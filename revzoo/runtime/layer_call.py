@@ -105,7 +105,7 @@ class LayerCall(RecordedCall):
                 x: Tensor = cast(Any, self.f).inverse(y, *kept, **channels)
                 return x
 
-        x = self._conditions.run_again(run)
+        x = self.conditions.run_again(run)
         if not isinstance(x, Tensor) or x.shape != shape:
             received = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise RecoveryError(

@@ -144,8 +144,8 @@ class LayerwiseCall(RecordedCall):
         return x
 
     def _record(self, run: "_Run", x: Tensor, origin: StepOrigin) -> Tensor:
-        segment = InvertedSegment(False, self._forward.round, origin)
-        recording = Recording(segment, x, run.layers, self._forward, outer=self)
+        segment = InvertedSegment(False, self.forward.round, origin)
+        recording = Recording(segment, x, run.layers, self.forward, outer=self)
         del x
         for layer in run.layers:
             recording.run(layer)

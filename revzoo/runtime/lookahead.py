@@ -72,20 +72,20 @@ class Lookahead:
         self._lock = Lock()
         self._task = -1  # the backward that must end with nothing under way
 
-    def follow(self, recoverable: Handle) -> None:
+    def follow(self, handle: Handle) -> None:
         """Note the next call, in the order of forward."""
-        self.latest = ref(recoverable)
+        self.latest = ref(handle)
 
-    def start(self, recoverable: Handle | None) -> None:
+    def start(self, handle: Handle | None) -> None:
         """Begin to recover a call, unless that could disturb the gradient."""
-        if recoverable is None or (executor := _choose_executor(recoverable)) is None:
+        if handle is None or (executor := _choose_executor(handle)) is None:
             return
         with self._lock:  # another thread may differentiate the same graph
             if self._started is None:
                 self._call_after_backward()
-                self._started = executor(recoverable)
+                self._started = executor(handle)
 
-    def finish(self, recoverable: Handle) -> bool:
+    def finish(self, handle: Handle) -> bool:
         """Wait until a call is recovered, if that is under way; return whether it was.
 
         Raises:
@@ -93,7 +93,7 @@ class Lookahead:
                 changed before backward asks for it: during a recovery, an optimizer may have changed it halfway.
         """
         started = self._started
-        if started is None or started.recoverable() is not recoverable:
+        if started is None or started.handle() is not handle:
             return False
         try:
             started.wait()
@@ -102,7 +102,7 @@ class Lookahead:
             raise
         # After KeyboardInterrupt it may still run. The end of backward waits for it.
         is_first = self._remove(started)
-        recoverable.require_unchanged()
+        handle.call.conditions.require_unchanged()
         return is_first
 
     def forget(self) -> None:
@@ -112,8 +112,8 @@ class Lookahead:
             return
         with suppress(Exception):  # of a call that nobody asked for
             started.wait()
-        if self._remove(started) and (recoverable := started.recoverable()) is not None:
-            recoverable.free_refilled()
+        if self._remove(started) and (handle := started.handle()) is not None:
+            handle.call.free_refilled()
 
     def _remove(self, started: "_Started") -> bool:
         """Note that a recovery is not under way any more; return False if another thread has noted it before."""
@@ -158,46 +158,46 @@ class _Started:
     """A recovery under way.
 
     Args:
-        recoverable: what is recovered. Not kept alive: its graph does that as long as it may be asked for.
+        handle: what is recovered. Not kept alive: its graph does that as long as it may be asked for.
         wait: waits for the end, and raises what was raised; any number of threads may call it.
     """
 
-    def __init__(self, recoverable: Handle, wait: Callable[[], object]):
-        self.recoverable = ref(recoverable)
+    def __init__(self, handle: Handle, wait: Callable[[], object]):
+        self.handle = ref(handle)
         self.wait = wait
 
 
 _Executor = Callable[[Handle], _Started]  # begins a recovery
 
 
-def _choose_executor(recoverable: Handle) -> _Executor | None:
+def _choose_executor(handle: Handle) -> _Executor | None:
     """Return what recovers a call ahead here, None for nothing."""
     if torch._C._current_graph_task_id() == -1 or runs_step():  # looked at outside of backward, or within another call
         return None
-    device = recoverable.device
+    device = handle.device
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or device.type == "meta":
         return _recover_at_once
-    if reason := _find_obstacle(recoverable):
+    if reason := _find_obstacle(handle):
         _warn_once(reason)
         return None
     return _recover_in_thread if device.type == "cpu" else _recover_on_side_stream
 
 
-def _find_obstacle(recoverable: Handle) -> str | None:
+def _find_obstacle(handle: Handle) -> str | None:
     """Return why a call cannot be recovered while a gradient is computed, None if it can."""
-    device = recoverable.device
+    device = handle.device
     if device.type != "cpu" and not has_streams(device):
         return f"there is no side stream on {device.type}"
     if processes_communicate():
         if device.type == "cpu":
             return "several processes communicate, and a collective in another thread could come out of order"
-        if is_sharded(*recoverable.parameters):
+        if is_sharded(*handle.call.conditions.fixed):
             return "parameters are sharded"
-    if device.type == "cpu" and not recoverable.needs_no_rewinding:
+    if device.type == "cpu" and not handle.needs_no_rewinding:
         return "a step draws random numbers, or some were drawn since its forward, and threads of a CPU share one stream"
     if _is_backward_compiled():
         return "backward is compiled (compiled autograd)"
-    if not recoverable.settings_are_in_force:
+    if not handle.call.forward.settings.are_in_force:
         return "settings of PyTorch that all threads share have changed since forward"
     if device.type != "cpu" and torch.is_autocast_enabled(device.type):
         return "backward runs under autocast, whose cache of weights belongs to one stream; call backward() outside of it"
@@ -214,14 +214,14 @@ def _is_backward_compiled() -> bool:
     return compiled_autograd is not None and bool(compiled_autograd.in_compiled_autograd_region)
 
 
-def _recover_at_once(recoverable: Handle) -> _Started:
+def _recover_at_once(handle: Handle) -> _Started:
     future = Future[None]()
     try:
-        recoverable.recover_ahead()
+        handle.recover_ahead()
         future.set_result(None)
     except Exception as error:
         future.set_exception(error)
-    return _Started(recoverable, future.result)
+    return _Started(handle, future.result)
 
 
 # One thread: the recoveries of two backwards would wait for each other anyway.
@@ -230,43 +230,43 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_threads.clear)  # a forked process has no other threads
 
 
-def _recover_in_thread(recoverable: Handle) -> _Started:
+def _recover_in_thread(handle: Handle) -> _Started:
     if not _threads:
         _threads.append(ThreadPoolExecutor(1, "revzoo-lookahead"))
     # Context variables are those of backward, and so is the number of threads within an operation.
     try:
-        future = _threads[0].submit(copy_context().run, _recover_with, torch.get_num_threads(), recoverable)
+        future = _threads[0].submit(copy_context().run, _recover_with, torch.get_num_threads(), handle)
     except RuntimeError:  # the interpreter is shutting down (atexit), and no thread takes work any more
-        return _recover_at_once(recoverable)
-    return _Started(recoverable, future.result)
+        return _recover_at_once(handle)
+    return _Started(handle, future.result)
 
 
-def _recover_with(num_threads: int, recoverable: Handle) -> None:
+def _recover_with(num_threads: int, handle: Handle) -> None:
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
     leave_alone()
-    recoverable.recover_ahead()
+    handle.recover_ahead()
 
 
 _side_streams: dict[torch.device, torch.Stream] = {}
 
 
-def _recover_on_side_stream(recoverable: Handle) -> _Started:
+def _recover_on_side_stream(handle: Handle) -> _Started:
     """Queue a recovery on the side stream of its device.
 
     The side stream first waits for all that is queued for gradients so far. Refilled tensors are in memory of the side stream.
     They are freed when the gradient that reads them has been queued, and the next recovery waits for that gradient; so it can
     safely use their memory again.
     """
-    device = recoverable.device
+    device = handle.device
     side = _side_streams.get(device) or _side_streams.setdefault(device, torch.Stream(device))
     side.wait_stream(torch.accelerator.current_stream(device))
-    for tensor in recoverable.sources:  # they may be freed while the side stream still reads them
+    for tensor in handle.recoverer.get_sources(handle.call):  # they may be freed while the side stream still reads them
         tensor.record_stream(side)
     raised: list[Exception] = []
     with side:
         try:
-            recoverable.recover_ahead()
+            handle.recover_ahead()
         except Exception as error:
             raised.append(error)
         end = side.record_event()
@@ -276,4 +276,4 @@ def _recover_on_side_stream(recoverable: Handle) -> _Started:
         if raised:
             raise raised[0]
 
-    return _Started(recoverable, wait)
+    return _Started(handle, wait)

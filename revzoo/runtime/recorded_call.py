@@ -65,7 +65,7 @@ class RecordedCall:
     ):
         self.f = f
         self.name = name
-        self._forward = forward
+        self.forward = forward
         self._side = forward.side
         self._inventory = inventory
         self._reads_whole = watched
@@ -93,8 +93,8 @@ class RecordedCall:
         """
         if self._call_selectively is not None and (out := self._run_compiled(*inputs)) is not NotImplemented:
             return out
-        forward = self._forward
-        self._conditions = conditions = Conditions(self.f, self.name, forward, self._inventory)
+        forward = self.forward
+        self.conditions = conditions = Conditions(self.f, self.name, forward, self._inventory)
         if not conditions.inventory.learned.may_keep_products:
             self.kept_products, self._keepers = None, []
         self._requires_grad = list(map(_requires_grad, inputs))
@@ -166,7 +166,7 @@ class RecordedCall:
             return
         regions.end_first_run()
         self._kept_slots = regions.slots
-        self._conditions.inventory.learned.regions.update(regions.seen_regions)
+        self.conditions.inventory.learned.regions.update(regions.seen_regions)
         if not regions.regions:
             self._keepers.remove(regions)
 
@@ -192,8 +192,8 @@ class RecordedCall:
 
     def recover_inside(self) -> None:
         """Refill what has been dropped so far, during the first run: f itself asks for it, as it differentiates inside."""
-        self._conditions.inventory.learned.differentiates = True
-        self._conditions.random.end_first_run()  # so far
+        self.conditions.inventory.learned.differentiates = True
+        self.conditions.random.end_first_run()  # so far
         keepers, self._keepers = self._keepers, []
         for keeper in keepers:
             keeper.is_paused = True
@@ -207,7 +207,7 @@ class RecordedCall:
     def _run_compiled(self, *inputs: Tensor) -> Any:
         """Run the graph of mode `selective`. It computes again in backward, so it has the conditions of any other run."""
         call = cast(Callable[..., Any], self._call_selectively)
-        conditions = Conditions(self.f, self.name, self._forward)
+        conditions = Conditions(self.f, self.name, self.forward)
         try:
             out = call(*inputs) if self._side is None else call(*inputs, self._side)
         finally:
@@ -246,11 +246,11 @@ class RecordedCall:
             at_hand[OUTPUT] = output
         if not all(source in at_hand for source in sources if isinstance(source, int)):
             return False
-        self._conditions.require_unchanged()
+        self.conditions.require_unchanged()
         for slot, source in enumerate(sources):
             tensor, version = (at_hand[source], at_hand[source]._version) if isinstance(source, int) else source
             self._refilled[slot] = detach(tensor), version
-        self._conditions.inventory.learned.trials -= 1
+        self.conditions.inventory.learned.trials -= 1
         return True
 
     def refill(self, *inputs: Tensor, output: Tensor | None = None) -> None:
@@ -276,14 +276,14 @@ class RecordedCall:
         Raises:
             RecoveryError: what f computes with has changed, or it does something else than in the first run.
         """
-        random, kept = self._conditions.random, self.kept_products
+        random, kept = self.conditions.random, self.kept_products
         if refill:
             refilled: dict[int, tuple[Tensor, int]] | None = self._refilled
         else:
-            refilled = {} if self._conditions.inventory.learned.differentiates else None
+            refilled = {} if self.conditions.inventory.learned.differentiates else None
         hooks = RefillHooks(self.name, self._dropped, refilled, random if stop_early else None, self._kept_slots)
         try:
-            out = self._conditions.run_again(self._run_under_hooks, inputs, hooks, check_draws)
+            out = self.conditions.run_again(self._run_under_hooks, inputs, hooks, check_draws)
         except (Exception, AllRefilled):
             if hooks.error is not None and (kept is None or not kept.has_handed_out):
                 raise hooks.error from None
@@ -321,7 +321,7 @@ class RecordedCall:
         finally:
             torch._C._set_grad_enabled(is_enabled)
             second_run.reset(token)
-        if check_draws and not self._conditions.draws_the_same:
+        if check_draws and not self.conditions.draws_the_same:
             raise RecoveryError(
                 f"{self.name} ran differently the second time: it drew another amount of random numbers. Its function must "
                 "depend on its input, parameters and torch's random stream alone, and no other thread may draw meanwhile; "
@@ -343,7 +343,7 @@ class RecordedCall:
     def end_runs(self) -> None:
         """Note that this backward will not run f again."""
         if seams.follower is not None:
-            seams.follower.dismiss(self, self._conditions.fixed)
+            seams.follower.dismiss(self, self.conditions.fixed)
 
     @property
     def is_in_graph(self) -> bool:
@@ -353,11 +353,6 @@ class RecordedCall:
     def free_kept(self) -> None:
         """Free what forward has kept besides the inputs; the call cannot be recovered any more."""
         self._sources = None
-
-    @property
-    def conditions(self) -> Conditions:
-        """The conditions under which f is called."""
-        return self._conditions
 
     def compare_refilled(self, watch: Any, explained: float | Tensor = 0.0, *, same_input: bool = True) -> None:
         """Compare what a second run has refilled with what autograd saved in the first run.
@@ -370,7 +365,7 @@ class RecordedCall:
             RecoveryError: something differs by more than rounding explains.
         """
         if self._watch is not None:
-            spacing = self._conditions.spacing
+            spacing = self.conditions.spacing
             self._watch.compare(self.name, self._refilled, watch, spacing=spacing, explained=explained, same_input=same_input)
 
     def compute_all(self) -> bool:
@@ -380,7 +375,7 @@ class RecordedCall:
         """
         if self.kept_products is None or not self.kept_products.has_handed_out:
             return False
-        self._conditions.inventory.learned.may_keep_products = False
+        self.conditions.inventory.learned.may_keep_products = False
         self._refilled.clear()
         return True
 
@@ -404,20 +399,20 @@ class Handle:
     """
 
     def __init__(self, call: RecordedCall, recoverer: "Recoverer"):
-        self._call = call
-        self._recoverer = recoverer
-        self._lookahead = lookahead = call._forward.lookahead
+        self.call = call
+        self.recoverer = recoverer
+        self._lookahead = lookahead = call.forward.lookahead
         self._next = None if lookahead is None else lookahead.latest  # what backward asks for after this call
 
     def unpack(self, slot: int) -> Tensor:
         """Return the tensor dropped in this slot; recover the call first if it has not been refilled."""
         if self._lookahead is not None and self._lookahead.finish(self):
             self._start_next()
-        tensor, version = self._call._refilled.pop(slot, _NOTHING)  # what is unpacked is the graph's
+        tensor, version = self.call._refilled.pop(slot, _NOTHING)  # what is unpacked is the graph's
         if tensor is None:
             return self._recover(slot)
         if tensor._version != version:
-            raise self._call.make_in_place_error(tensor)
+            raise self.call.make_in_place_error(tensor)
         return tensor
 
     @exclude_from_compilation
@@ -426,14 +421,14 @@ class Handle:
             self._lookahead.forget()
         tensor = None
         while tensor is None:  # another thread that differentiates the same graph may take it at once
-            with self._recoverer.lock:
-                if self._call.is_running:
-                    self._call.recover_inside()
+            with self.recoverer.lock:
+                if self.call.is_running:
+                    self.call.recover_inside()
                 else:
                     self._recover_call()
-                tensor, version = self._call._refilled.pop(slot, _NOTHING)
+                tensor, version = self.call._refilled.pop(slot, _NOTHING)
         if tensor._version != version:
-            raise self._call.make_in_place_error(tensor)
+            raise self.call.make_in_place_error(tensor)
         if self._lookahead is not None:
             self._start_next()
         return tensor
@@ -445,51 +440,28 @@ class Handle:
 
     def recover_ahead(self) -> None:
         """Refill what the call dropped, before backward asks for it."""
-        with self._recoverer.lock:
+        with self.recoverer.lock:
             self._recover_call(ahead=True)
 
     def _recover_call(self, ahead: bool = False) -> None:
         if torch.is_inference_mode_enabled():  # the user's backward is; but a second run needs a graph
             with torch.inference_mode(False):
-                self._recoverer.recover(self._call, ahead=ahead)
+                self.recoverer.recover(self.call, ahead=ahead)
         else:
-            self._recoverer.recover(self._call, ahead=ahead)
+            self.recoverer.recover(self.call, ahead=ahead)
 
     @property
     def needs_no_rewinding(self) -> bool:
         """Whether its recovery has no use for random streams."""
-        call: RecordedCall | None = self._call
+        call: RecordedCall | None = self.call
         while call is not None and call.conditions.random.needs_no_rewinding:
             call = call.outer
         return call is None
 
-    def require_unchanged(self) -> None:
-        """Raise RecoveryError if what it computes with has changed since its first run."""
-        self._call.conditions.require_unchanged()
-
-    def free_refilled(self) -> None:
-        """Free what was refilled; it can be recovered again."""
-        self._call.free_refilled()
-
     @property
     def device(self) -> torch.device:
         """Where it computes."""
-        return self._call._forward.device
-
-    @property
-    def settings_are_in_force(self) -> bool:
-        """Whether the settings that all threads share are those of its first run."""
-        return self._call._forward.settings.are_in_force
-
-    @property
-    def parameters(self) -> Iterable[Tensor]:
-        """What it computes with, besides its inputs."""
-        return self._call.conditions.fixed
-
-    @property
-    def sources(self) -> Iterable[Tensor]:
-        """What its recovery reads and may free."""
-        return self._recoverer.get_sources(self._call)
+        return self.call.forward.device
 
 
 class Recoverer(Protocol):

@@ -27,10 +27,6 @@ def mlp(width: int = 6, hidden: int = 12) -> nn.Module:
     return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
 
-def conv(width: int = 4) -> nn.Module:
-    return nn.Sequential(nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False))
-
-
 @pytest.fixture
 def chain_of() -> Callable[..., ReversibleChain]:
     """Return a maker of chains of MLP steps."""

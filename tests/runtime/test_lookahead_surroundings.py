@@ -256,7 +256,7 @@ def test_a_thread_that_has_waited_longer_forgets_no_later_recovery(end, monkeypa
         assert not ahead.finish(first)
     else:
         ahead.forget()
-    first.free_refilled.assert_not_called()  # the other thread takes what it needs
+    first.call.free_refilled.assert_not_called()  # the other thread takes what it needs
     assert ahead.finish(second)
 
 
