@@ -16,10 +16,7 @@ pytestmark = [
 ]
 
 BATCH = torch.export.Dim("batch")
-SHORT = {
-    "rev_vit_digits": ["stages.0.depth=1"],
-    "revnet_digits": ["stages=[{depth: 1, width: 16, transition: {type: residual_pair, preactivate: false}}]"],
-}
+SHORT = ["stages.0.depth=1"]
 
 
 def export(model: revzoo.Model) -> torch.export.ExportedProgram:
@@ -36,22 +33,19 @@ def run_onnx(program: torch.export.ExportedProgram, x: Tensor) -> Tensor:
 
 def test_a_class_token_takes_any_batch():
     """As converted networks of timm have it; `len` of a tensor would make the batch a constant."""
-    model = revzoo.create("rev_vit_digits", overrides=[*SHORT["rev_vit_digits"], "stem.class_token=true"]).eval()
+    model = revzoo.create("rev_vit_digits", overrides=[*SHORT, "stem.class_token=true"]).eval()
     x = model.example_input(5)
     with torch.no_grad():
         assert torch.equal(export(model).module()(x), model(x))
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("name", SHORT)
-def test_an_exported_model_and_its_onnx_give_the_models_outputs(name, exact):
-    model = revzoo.create(name, exact=exact, overrides=SHORT[name])
-    model(model.example_input(8))  # statistics of their own for its norms
+def test_an_exported_model_and_its_onnx_give_the_models_outputs():
+    model = revzoo.create("rev_vit_digits", exact=True, overrides=SHORT)
     program = export(model.eval())
     x = model.example_input(5)  # not the batch it was exported with
     with torch.no_grad():
         logits = model(x)
-        model.exact = not exact
+        model.exact = False
         assert not torch.equal(model(x), logits)  # rounding is part of the function
     assert torch.equal(program.module()(x), logits)
     torch.testing.assert_close(run_onnx(program, x), logits, rtol=1e-4, atol=1e-4)  # one step of the grid is 1.5e-5

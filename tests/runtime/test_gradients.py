@@ -26,7 +26,7 @@ def test_every_coupling_is_covered():
 
 
 # Every schedule of up to three steps, some of four and five: strides are odd, so that each step takes each mode.
-STRIDES = {1: 1, 2: 1, 3: 1, 4: 7, 5: 29}
+STRIDES = {1: 1, 2: 1, 3: 1, 4: 11, 5: 61}
 
 
 @pytest.mark.parametrize("coupling", [name for name in couplings if name != "none"])  # which has no inverse
@@ -71,7 +71,7 @@ def test_couplings_may_differ_from_step_to_step(chain_of, streams, gradients, er
     assert error(gradients(chain, streams, "invert"), expected) < 1e-10
 
 
-@pytest.mark.parametrize("coupling", ["additive", "midpoint", "leapfrog"])
+@pytest.mark.parametrize("coupling", ["additive", "leapfrog"])
 def test_exact_gradients_are_bit_identical_at_depth_100(coupling, chain_of, gradients):
     chain = chain_of(100, coupling, exact=True, dtype=torch.float32)
     x1, x2 = torch.randn(2, 3, 6).unbind()
