@@ -120,7 +120,7 @@ def test_everything_public_says_what_it_is():
 
 
 @pytest.mark.parametrize(
-    ("where", "name"), [("revzoo", name) for name in (*CLASSES, *PINNED)] + [("revzoo.runtime", "ReversibleChain")]
+    ("where", "name"), [("revzoo", name) for name in (*sorted(CLASSES), *PINNED)] + [("revzoo.runtime", "ReversibleChain")]
 )
 def test_public_names_list_arguments_shapes_and_errors(where, name):
     value = getattr(importlib.import_module(where), name)
