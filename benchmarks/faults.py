@@ -37,7 +37,7 @@ import torch
 from safetensors.torch import load_file
 
 import revzoo.data.digits
-import revzoo.data.text  # noqa: F401  imported once, before forking
+import revzoo.data.text_examples  # noqa: F401  imported once, before forking
 import zoo_cli
 from revzoo.training.planned_step import WholeStep
 from revzoo.training.run_folder import RunFolder

@@ -181,13 +181,13 @@ class Coupled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x1, x2 = halve(x)
         y1 = add(x1, self.f(x2))
-        return join(y1, add(x2, self.g(y1)))
+        return join_halves(y1, add(x2, self.g(y1)))
 
     def inverse(self, y: Tensor) -> Tensor:
         """Return x."""
         y1, y2 = halve(y)
         x2 = subtract(y2, self.g(y1))
-        return join(subtract(y1, self.f(x2)), x2)
+        return join_halves(subtract(y1, self.f(x2)), x2)
 
 
 class CoupledConv2d(Coupled):
@@ -225,7 +225,7 @@ def halve(x: Tensor) -> tuple[Tensor, Tensor]:
     return x1.clone(), x2.clone()
 
 
-def join(x1: Tensor, x2: Tensor) -> Tensor:
+def join_halves(x1: Tensor, x2: Tensor) -> Tensor:
     """Return one tensor from its halves.
 
     Shapes: x1, x2: (B, C / 2, ...); returns (B, C, ...).

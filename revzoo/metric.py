@@ -36,8 +36,8 @@ class Metric:
 
 
 def _count_hits(k: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that says of each label whether it is among the k highest logits."""
-    return lambda logits, labels: (logits.topk(min(5, logits.shape[-1])).indices[..., :k] == labels[..., None]).any(-1)
+    """Return a function that says of each label whether it is among the k highest logits; ties: one order for all k."""
+    return lambda logits, labels: (logits.topk(min(max(5, k), logits.shape[-1])).indices[..., :k] == labels[..., None]).any(-1)
 
 
 CHOSEN = Metric("top1", "top-1", _count_hits(1))  # by which best weights are chosen, and training ends early

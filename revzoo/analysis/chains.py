@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from revzoo.analysis.dry_run import require_module
-from revzoo.block_steps.chain import BlockChain, get_step
+from revzoo.block_steps.block_chain import BlockChain, get_step
 from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.model.network import Network

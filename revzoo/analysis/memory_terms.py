@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from revzoo.analysis.report import Peak, Phase
+from revzoo.analysis.report import Peak, PhaseName
 from revzoo.runtime.live_bytes import DEVICE, LiveBytes, Storages
 
 
@@ -160,7 +160,7 @@ class OperationLog(LiveBytes):
         terms: defaultdict[str, int] = defaultdict(int)
         for storage, size in alive.items():
             terms[self._find_term(storage, operation)] += size
-        phase: Phase = "forward" if operation < self._backward_start else "backward"
+        phase: PhaseName = "forward" if operation < self._backward_start else "backward"
         return Peak(unit, phase, terms["hidden"], terms["gradient"], terms["temporary"])
 
     def _find_term(self, storage: int, operation: int) -> str:

@@ -25,17 +25,16 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.analysis.chains import find_chains, preserve_schedules, require_chains
-from revzoo.analysis.dry_run import Paths, call, isolated, select_differentiable
+from revzoo.analysis.dry_run import LossFunction, Paths, call, isolated, select_differentiable
 from revzoo.bijection import Bijection
 from revzoo.format import count_noun, format_ratio
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.layer_call import find_alpha
 from revzoo.runtime.layer_rules import Layer, expand, find_layers
 from revzoo.runtime.mode import Mode
-from revzoo.runtime.observation import Comparison, observe_states
+from revzoo.runtime.observation import CompareFunction, observe_states
 from revzoo.runtime.tripwire import set_tripwire
 
-Loss = Callable[[Any], Tensor]
 Gradients = dict[str, Tensor | None]
 
 # Size of the noise that is added, relative to the output. So small that few elements of a LeakyReLU change their sign, and in
@@ -128,7 +127,7 @@ class NumericsReport:
         )
 
 
-def measure_numerics(model: nn.Module, batch: Any, *, loss: Loss | None = None) -> NumericsReport:
+def measure_numerics(model: nn.Module, batch: Any, *, loss: LossFunction | None = None) -> NumericsReport:
     """Measure the errors of everything that the model rebuilds in one backward, and alpha of its layers.
 
     Arithmetic is that around the call: float32, autocast, half precision or exact. No error is raised and no warning given for
@@ -212,7 +211,7 @@ class _StateRecorder:
         same_layer = groupby(in_order, key=lambda state: state.name if state.of_layer else id(state))
         return [_join_halves(list(rows)) for _, rows in same_layer]
 
-    def note(self, module: nn.Module, name: str, state: Tensor) -> Comparison:
+    def note(self, module: nn.Module, name: str, state: Tensor) -> CompareFunction:
         self._count += 1
         path, of_layer = self._paths.find(module, name), id(module) not in self._steps
         return partial(self._compare, self._count, path, of_layer, state.clone())
@@ -238,7 +237,7 @@ def _join_halves(rows: Sequence[RebuiltState]) -> RebuiltState:
 
 
 def _compute_gradients(
-    model: nn.Module, batch: Any, loss: Loss, mode: Mode | None = None, recorder: _StateRecorder | None = None
+    model: nn.Module, batch: Any, loss: LossFunction, mode: Mode | None = None, recorder: _StateRecorder | None = None
 ) -> Gradients:
     """Return the gradients of the loss; every call draws the same random numbers."""
     tolerated = set_tripwire(False), ignore_error_growth()  # what rounding does is what is measured

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from revzoo.format import format_bytes
 
-Phase = Literal["forward", "backward"]
+PhaseName = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Peak:
     """
 
     unit: str
-    phase: Phase
+    phase: PhaseName
     hidden_bytes: int
     gradient_bytes: int
     temporary_bytes: int

@@ -25,7 +25,7 @@ from revzoo.runtime.mode import Mode
 from revzoo.runtime.tripwire import set_tripwire
 
 Gradients = dict[str, Tensor | None]
-Watch = Callable[[nn.Module], AbstractContextManager[Callable[[], object]]]
+WatchFactory = Callable[[nn.Module], AbstractContextManager[Callable[[], object]]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Trial:
         self._latest = WeakSet[nn.Module]()  # modules of the latest copy, while they are alive
         self._devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
 
-    def run(self, mode: Mode | None = None, *, tripwire: bool = True, watch: Watch | None = None) -> Outcome:
+    def run(self, mode: Mode | None = None, *, tripwire: bool = True, watch: WatchFactory | None = None) -> Outcome:
         """Run forward and backward, with the same random gradient of the outputs in each run.
 
         Args:

@@ -18,7 +18,7 @@ from revzoo.errors import RecoveryError, join_names
 from revzoo.format import format_dtype, format_ratio
 from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.mode import Mode
-from revzoo.runtime.observation import Comparison, observe_states
+from revzoo.runtime.observation import CompareFunction, observe_states
 from revzoo.sharded import is_sharded
 
 # Largest relative error allowed of a reconstructed state, of all gradients together, and of a single gradient, by the
@@ -42,7 +42,7 @@ _SHARE = 1e-2
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Comparison of a model's schedule with storing all activations.
+    """CompareFunction of a model's schedule with storing all activations.
 
     Args:
         dtype: the coarsest precision in use: of weights, streams, or autocast.
@@ -207,7 +207,7 @@ class _InputRecorder:
     def _end_forward(self) -> None:
         self._in_forward = False
 
-    def _note_state(self, paths: Paths, module: nn.Module, name: str, state: Tensor) -> Comparison | None:
+    def _note_state(self, paths: Paths, module: nn.Module, name: str, state: Tensor) -> CompareFunction | None:
         """Return what compares the rebuilt input of a layer, or of a step made of layers, with this one."""
         path = f"{paths.find(module, name)}."
         unit = next((unit for unit in self._made_of_layers if path.startswith(f"{unit}.")), None)

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from revzoo.block_steps.chain import Arguments, BlockChain, BlockOutput, BlockStep
+from revzoo.block_steps.block_chain import Arguments, BlockChain, BlockOutput, BlockStep
 from revzoo.block_steps.conventions import find_state, get_state, put_state, replace_state
 from revzoo.errors import InputError
 from revzoo.runtime.nested import map_tensors, tensors_in

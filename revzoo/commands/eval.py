@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     with show_status("evaluating"):
         from revzoo.checkpoint.index import read_index
         from revzoo.metric import CHOSEN
-        from revzoo.training.evaluation import evaluate_checkpoint, evaluate_pretrained
+        from revzoo.training.evaluate_checkpoint import evaluate_checkpoint, evaluate_pretrained
 
         if targets[0] in read_index():  # as for every command, a name goes before a folder that has it
             scores, entry = evaluate_pretrained(targets[0], overrides)

@@ -116,7 +116,7 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
     from revzoo.display.console import show_status
     from revzoo.graph import plan_module
     from revzoo.graph.named_module import create_named_module
-    from revzoo.graph.table import tabulate_module_plan
+    from revzoo.graph.plan_table import tabulate_module_plan
 
     with show_status("planning"):
         torch.manual_seed(0)
@@ -124,7 +124,7 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
         optimizer = create_optimizer(arguments.optimizer, module)
         plan, details = plan_module(module, batch, arguments.budget, optimizer=optimizer, profile=arguments.profile)
     if arguments.plot is not None:
-        from revzoo.graph.figure import plot_module_plan
+        from revzoo.graph.plan_figure import plot_module_plan
 
         plot_module_plan(plan, details, arguments.plot)
     _print(arguments, {"plan": asdict(plan), "details": asdict(details)}, tabulate_module_plan(plan, details))

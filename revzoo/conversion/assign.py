@@ -10,7 +10,7 @@ from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.original import Original
 from revzoo.conversion.report import Action, TensorRow
 from revzoo.conversion.sources.base import Source
-from revzoo.conversion.sources.tensors import Grid
+from revzoo.conversion.sources.tensors import GridSize
 from revzoo.errors import ConversionError, join_names
 from revzoo.format import format_dtype
 from revzoo.model.model import Model
@@ -105,7 +105,7 @@ def _is_of_head(mapping: TensorMapping) -> bool:
     return all(key.startswith("head.") for key in mapping.ours)
 
 
-def _find_grid(model: nn.Module) -> Grid | None:
+def _find_grid(model: nn.Module) -> GridSize | None:
     """Return the rows and columns of tokens that a network makes of an image; None if it makes none."""
     embed = getattr(getattr(model, "stem", None), "patch_embed", None)
     if embed is None or not isinstance(model, Model) or not isinstance(model.spec.input, ImageInput):
@@ -115,7 +115,7 @@ def _find_grid(model: nn.Module) -> Grid | None:
 
 
 def _resize(
-    given: Mapping[str, Tensor], expected: Sequence[Tensor], source: Source, grid: Grid | None
+    given: Mapping[str, Tensor], expected: Sequence[Tensor], source: Source, grid: GridSize | None
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Interpolate tensors of another shape than expected; return these alone, and what is wrong with any others."""
     resized, misfits = dict[str, Tensor](), list[str]()

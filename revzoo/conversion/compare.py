@@ -17,7 +17,7 @@ from revzoo.runtime.nested import tensors_in
 _EXAMPLES = 8  # random ones, if no batch is given
 
 
-class Examples(NamedTuple):
+class ComparedBatch(NamedTuple):
     """What two networks are compared on: images and no mask, or ids and their attention mask."""
 
     inputs: Tensor
@@ -25,7 +25,7 @@ class Examples(NamedTuple):
     are_random: bool
 
 
-def make_examples(model: Model, batch: Any) -> Examples:
+def make_compared_batch(model: Model, batch: Any) -> ComparedBatch:
     """Return images (B, C, H, W), ids (B, N), or a mapping with input_ids and attention_mask as examples.
 
     Args:
@@ -33,28 +33,28 @@ def make_examples(model: Model, batch: Any) -> Examples:
     """
     if isinstance(batch, Mapping) and "input_ids" in batch:
         ids = batch["input_ids"]
-        return Examples(ids, batch.get("attention_mask", torch.ones_like(ids)), False)
+        return ComparedBatch(ids, batch.get("attention_mask", torch.ones_like(ids)), False)
     if batch is not None and (not isinstance(batch, Tensor) or not len(batch)):
         raise InputError(f"A batch is images, ids, or a mapping with input_ids. Received: {type(batch).__name__}.")
     inputs, padding = model.example_input(_EXAMPLES) if batch is None else batch, getattr(model.spec.input, "padding", None)
     if inputs.is_floating_point():
-        return Examples(inputs, None, batch is None)
+        return ComparedBatch(inputs, None, batch is None)
     if batch is None and padding is not None:
         inputs = inputs[:, :64]
         inputs[1::2, inputs.shape[1] // 2 :] = padding
     mask = torch.ones_like(inputs) if padding is None else (inputs != padding).long()
-    return Examples(inputs, mask, batch is None)
+    return ComparedBatch(inputs, mask, batch is None)
 
 
 @torch.no_grad()
-def run_original(network: nn.Module, examples: Examples) -> Any:
+def run_original(network: nn.Module, examples: ComparedBatch) -> Any:
     """Return what a library's network returns for examples."""
     inputs, mask, _ = examples
     return network(inputs) if mask is None else network(input_ids=inputs, attention_mask=mask)
 
 
 @torch.no_grad()
-def run_converted(model: Model, examples: Examples) -> Tensor:
+def run_converted(model: Model, examples: ComparedBatch) -> Tensor:
     """Return the output of a converted network, computed without keeping anything."""
     model.schedule = Mode.STORE
     inputs, mask, _ = examples
@@ -62,7 +62,7 @@ def run_converted(model: Model, examples: Examples) -> Tensor:
     return output
 
 
-def compare(what: str, outputs: Any, model: Model, examples: Examples, note: str) -> Comparison:
+def compare(what: str, outputs: Any, model: Model, examples: ComparedBatch, note: str) -> Comparison:
     """Compare what the original returned for examples with the output of the converted network.
 
     Args:
@@ -85,7 +85,7 @@ def compare(what: str, outputs: Any, model: Model, examples: Examples, note: str
     )
 
 
-def measure_largest_state(model: Model, examples: Examples) -> float:
+def measure_largest_state(model: Model, examples: ComparedBatch) -> float:
     """Return the largest magnitude in the streams during a forward pass with b = 0, in floating point."""
     magnitudes: list[Tensor] = []
 

@@ -23,7 +23,7 @@ from revzoo.checkpoint.folder import save_folder
 from revzoo.checkpoint.writing import write_tensors
 from revzoo.conversion.assign import Assignment, assign
 from revzoo.conversion.choice import B_ARGUMENTS, CouplingChoice, CouplingName
-from revzoo.conversion.compare import Examples, compare, make_examples, measure_largest_state, run_original, zero_b
+from revzoo.conversion.compare import ComparedBatch, compare, make_compared_batch, measure_largest_state, run_original, zero_b
 from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.original import Original, find_original
 from revzoo.conversion.report import Comparison, ConvertReport
@@ -103,7 +103,7 @@ def convert(
         dtypes = {dtype for row in assignment.rows for dtype in row.original_dtypes}
         if cast := sorted(dtypes & {"float16", "bfloat16", "float64"}):
             notes.append(f"Tensors of {join_names(cast)} became float32.")
-        examples = make_examples(model, batch)
+        examples = make_compared_batch(model, batch)
         notes += _coarsen_grid(model, examples)
         comparisons, reasons = _compare_networks(model, original, assignment, choice, examples)
         if num_outputs is not None:
@@ -221,7 +221,7 @@ def _make_name(name: str, choice: CouplingChoice, source: Source) -> str:
 
 
 def _compare_networks(
-    model: Model, original: Original, assignment: Assignment, choice: CouplingChoice, examples: Examples
+    model: Model, original: Original, assignment: Assignment, choice: CouplingChoice, examples: ComparedBatch
 ) -> tuple[tuple[Comparison, ...], list[str]]:
     """Compare the converted network with the original, first at b = 0; return a note instead if the original cannot be run."""
     if any(row.action == "initialised" for row in assignment.rows):
@@ -265,7 +265,7 @@ def _describe_expectation(model: Model, comparisons: Sequence[Comparison], assig
     return "Before fine-tuning the outputs are useless: the function differs from the original's. Only the weights carry over."
 
 
-def _coarsen_grid(model: Model, examples: Examples) -> list[str]:
+def _coarsen_grid(model: Model, examples: ComparedBatch) -> list[str]:
     """Make the grid of the states coarser if they would leave it; return a note if that was done."""
     if not model.coupling.is_exact:
         return []

@@ -15,12 +15,12 @@ from torch import Tensor
 from torchvision import transforms
 
 from revzoo.data.base import Examples
-from revzoo.data.folders import open_folders
-from revzoo.data.hugging_face import open_dataset
+from revzoo.data.dataset_images import open_dataset
+from revzoo.data.image_folders import open_folders
+from revzoo.data.image_tars import open_tars
 from revzoo.data.options import SPLITS, AugmentOptions, DataOptions
 from revzoo.data.random import seeded
 from revzoo.data.stored_images import ImageSplits, StoredImages
-from revzoo.data.tars import open_tars
 from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput
 

@@ -39,7 +39,7 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
 
         train, test = load_own(options, input, seed)
     elif isinstance(input, TextInput):
-        from revzoo.data.text import load_text
+        from revzoo.data.text_examples import load_text
 
         train, test = load_text(options, input, seed)
     elif options.name == "digits":

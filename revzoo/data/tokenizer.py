@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from revzoo.data.table import read_lines
+from revzoo.data.text_tables import read_lines
 from revzoo.errors import DataError, InputError, explain_missing, join_names, quote
 from revzoo.file import write_text
 from revzoo.spec.names import BYTES

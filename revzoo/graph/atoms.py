@@ -124,7 +124,7 @@ def prepare_calls(graph: GraphModule, atoms: Sequence[Atom]) -> Calls:
 
 
 def list_dead(atoms: Sequence[Atom]) -> list[list[Node]]:
-    """Return by atom the results that no later one uses, nor what is outside of them."""
+    """Return for each atom the results to free once it has run: no later atom and no output of the graph needs them."""
     number = {node: i for i, atom in enumerate(atoms) for node in atom.nodes}
     dead: list[list[Node]] = [[] for _ in atoms]
     for node, i in number.items():

@@ -45,8 +45,8 @@ def plan_module(
     Args:
         module: any, set up as it will be trained.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
-        budget: limit for the peak of all memory together, as for `revzoo.solve`; None is the smallest peak that is reached
-            with at most one more forward.
+        budget: limit for the peak of all memory together, as for `revzoo.solve`; None is the smallest peak that costs
+            no more than one extra forward.
         optimizer: its state is part of every peak, and its update may be the peak.
         loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
         profile: run the module's calls a few times on its device, and choose by their times instead of FLOPs and moved bytes;
@@ -100,7 +100,7 @@ def reforward(
     Args:
         module: any, set up as it will be trained.
         batch: as for `revzoo.plan`.
-        budget: as for `revzoo.plan`; None is the smallest peak that is reached with at most one more forward.
+        budget: as for `revzoo.plan`; None is the smallest peak that costs no more than one extra forward.
         optimizer: its state is part of every peak, and its update may be the peak.
         loss: as for `revzoo.plan`.
     Raises:

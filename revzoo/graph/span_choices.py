@@ -166,7 +166,7 @@ class Span:
         self._passing = [k for k in self._recipes if storages[k].born < start <= storages[k].last_use]
 
     def list_options(self) -> Iterator[SpanOption]:
-        """Yield the subsets that are worth keeping, from nothing to all that is saved."""
+        """Yield what this span may keep, from what it must to all that is saved."""
         choices, forced = self._choices, self.forced
         candidates = [k for k in self.saved if k not in forced and k not in self._recipes]
         dropped_all = self.measure(forced)

@@ -6,7 +6,7 @@ from torch import nn
 
 from revzoo.analysis.chains import find_chains
 from revzoo.analysis.dry_run import require_module
-from revzoo.block_steps.chain import get_step
+from revzoo.block_steps.block_chain import get_step
 from revzoo.block_steps.conventions import is_checkpointed
 from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
 from revzoo.runtime.compiling import is_compiled

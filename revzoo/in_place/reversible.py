@@ -1,7 +1,7 @@
 """Make a network reversible where it stands: its blocks become the steps of a chain, and it stays what it is.
 
 Class, parameters, state-dict keys and configuration are those of the network; only the `forward` of each block is another one
-(`block_steps/chain.py`).
+(`block_steps/block_chain.py`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
-from revzoo.block_steps.chain import BlockChain, BlockStep, get_step
 from revzoo.bounds import MOST_KEPT_BITS
 from revzoo.errors import InputError, UnknownNameError, join_names
 from revzoo.in_place.block_lists import choose_lists

@@ -138,7 +138,11 @@ class _Trial:
         self._parts = parts
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Branches:
-        """Return the branches, which have been tested with these arguments."""
+        """Find the two residual branches by running a copy of the block on random states, and test them with these arguments.
+
+        Raises:
+            ConversionError: it has no two branches, or they do not add up to the block.
+        """
         state, key = find_state(self._block, self._name, args, kwargs)
         given = leave_out_caches(args, kwargs)
         with preserve_random_streams([state, *self._block.parameters()]):

@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from revzoo.activation import Activation
 from revzoo.device import can_read_now
+from revzoo.inplace_abn.activation import Activation
 
 _PART = 2**17  # elements: five such tensors nearly stay in a CPU's cache of 2 MiB; of half the size, Python's own time shows
 _MOST_PARTS = 16  # on other devices, where every part starts kernels

@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
 from torch.nn import functional as F
 
-from revzoo.activation import Activation
 from revzoo.errors import InputError, RecoveryError
+from revzoo.inplace_abn.activation import Activation
 from revzoo.inplace_abn.function import Normalised, activate, can_keep_output, normalise
 
 _STRENGTHS: dict[Callable[..., Any], str] = {F.leaky_relu: "negative_slope", F.elu: "alpha"}

@@ -9,8 +9,8 @@ from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 from torch.nn.modules.batchnorm import _NormBase
 
-from revzoo.activation import Activation
 from revzoo.errors import InputError
+from revzoo.inplace_abn.activation import Activation
 from revzoo.inplace_abn.backward import Backward, read_format, spread
 from revzoo.inplace_abn.weak import find_least_weight, find_weak_channels
 from revzoo.invertible import refuse_one_value

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
-from revzoo.activation import Activation
+from revzoo.inplace_abn.activation import Activation
 from revzoo.inplace_abn.function import Normalised, activate, begin_batch, can_keep_output, normalise, uses_batch
 
 

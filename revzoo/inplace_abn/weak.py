@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from revzoo.activation import Activation
 from revzoo.device import HostCopy, can_read_now, is_capturing
+from revzoo.inplace_abn.activation import Activation
 
 _TOLERANCE = 1e-4  # of xhat, where the dtype allows it; elsewhere one ulp for half a standard deviation, which sums average out
 _NEAR = 2.0  # a channel of a smaller ratio may be weak in the next step: one update hardly ever halves a weight

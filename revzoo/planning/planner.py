@@ -23,8 +23,8 @@ from revzoo.planning.profiling.timing import measure_step_seconds, measure_works
 from revzoo.planning.setting import Setting
 from revzoo.planning.solvers import Solver
 from revzoo.planning.solvers.knapsack import solve_knapsack
-from revzoo.planning.solvers.prediction import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.problem import Problem
+from revzoo.planning.solvers.schedule_cost import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import find_schedule, minimize_peak
 from revzoo.runtime.lookahead import LookaheadOption, check_lookahead
 from revzoo.runtime.mode import Mode

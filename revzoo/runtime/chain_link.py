@@ -1,7 +1,7 @@
 """One link of a chain in forward: a step or bijection advances the pair of states, and records what backward needs.
 
 `run_chain` runs the links of a chain in a loop. The blocks of a network that is reversible in place are links, too, which the
-network's own code calls one by one (`block_steps/chain.py`).
+network's own code calls one by one (`block_steps/block_chain.py`).
 """
 
 from typing import Any, cast

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from revzoo.bijection import Bijection
 from revzoo.device import has_value
 from revzoo.errors import InputError, put_name_in_front
-from revzoo.invertible import add, halve, join
+from revzoo.invertible import add, halve, join_halves
 from revzoo.runtime import seams
 from revzoo.runtime.compiling import exclude_from_compilation
 from revzoo.runtime.drift import warn_of_noise
@@ -72,11 +72,11 @@ def run_without_storing(layers: Sequence[Layer], x: Tensor) -> Tensor:
 
 
 def _join(states: States) -> Tensor:
-    return states[0] if len(states) == 1 else join(*states)
+    return states[0] if len(states) == 1 else join_halves(*states)
 
 
 def _join_states(*states: Tensor) -> States:
-    return (join(*states),)
+    return (join_halves(*states),)
 
 
 def _slice_halves(states: States) -> tuple[slice, slice]:
@@ -215,7 +215,7 @@ class Recording:
     def join(self) -> Tensor:
         """Return the output of the last layer."""
         if len(self.states) == 2:
-            states, self.states = self.states, (join(*self.states),)
+            states, self.states = self.states, (join_halves(*self.states),)
             self.segment.append(RegroupUpdate(_join_states, halve), None, states)
         return self.states[0]
 

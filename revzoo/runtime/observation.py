@@ -13,9 +13,9 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 # Called with the rebuilt state, and the relative error that rounding is predicted to have left in it.
-Comparison = Callable[[Tensor, float | Tensor], None]
+CompareFunction = Callable[[Tensor, float | Tensor], None]
 # Called with the step or layer after a state, its name within the chain, and the state.
-StateObserver = Callable[[nn.Module, str, Tensor], Comparison | None]
+StateObserver = Callable[[nn.Module, str, Tensor], CompareFunction | None]
 # Called with a step, layer or node, what it is about to be called with, without a chain's side input, and the states: these
 # inputs, and for a step the older stream.
 BeginObserver = Callable[[nn.Module, Sequence[Tensor], Sequence[Tensor]], None]
@@ -65,7 +65,7 @@ def observe_inversions(report: Callable[[nn.Module], None]) -> AbstractContextMa
     return _inversions.take(report)
 
 
-def note_state(module: Any, name: str, state: Tensor) -> Comparison | None:
+def note_state(module: Any, name: str, state: Tensor) -> CompareFunction | None:
     """Show a state of forward; return what to call with the rebuilt one, or None if nobody looks on."""
     return None if states.observer is None else states.observer(module, name, state.detach())
 

@@ -13,7 +13,7 @@ from revzoo.runtime.call_watch import CallWatch
 from revzoo.runtime.drift import Rounding
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.observation import Comparison, note_state, states
+from revzoo.runtime.observation import CompareFunction, note_state, states
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.tripwire import Watch, get_setting, judge_deferred
@@ -129,7 +129,7 @@ class Noted(NamedTuple):
     """
 
     fingerprint: Fingerprint | None
-    show: Comparison | None
+    show: CompareFunction | None
 
 
 class SegmentWatch:

@@ -27,7 +27,7 @@ from revzoo.bounds import Bound
 from revzoo.errors import InputError, SpecProblem, did_you_mean, join_names
 from revzoo.registry import Registry
 from revzoo.spec.synonym import find_settings
-from revzoo.spec.tree import BOOLEAN_HINT, OVERRIDE, YamlNode, join
+from revzoo.spec.tree import BOOLEAN_HINT, OVERRIDE, YamlNode, join_path
 
 T = TypeVar("T")
 NOT_WRITTEN = {"written": False}  # metadata of a dataclass field that the program sets and YAML must not
@@ -95,7 +95,7 @@ def list_paths(cls: type) -> list[str]:
 
     Arguments of parts are not among them: each part has its own.
     """
-    return [join(name, rest) if rest else name for name, m in _members(cls).items() for rest in _list_below(m.annotation)]
+    return [join_path(name, rest) if rest else name for name, m in _members(cls).items() for rest in _list_below(m.annotation)]
 
 
 def _list_below(annotation: Any) -> list[str]:
@@ -105,7 +105,7 @@ def _list_below(annotation: Any) -> list[str]:
     if origin is Annotated:
         return _list_below(marks[0])
     if origin is tuple and is_dataclass(marks[0]):
-        return [join("0", rest) for rest in _list_below(marks[0])]
+        return [join_path("0", rest) for rest in _list_below(marks[0])]
     members = [member for member in marks if is_dataclass(member)] if origin in (Union, UnionType) else []
     return list(dict.fromkeys(rest for member in members for rest in _list_below(member))) or [""]
 
@@ -119,7 +119,7 @@ def _list_settings(node: YamlNode, path: str, unknown: Container[tuple[str, str]
         yield path
     for key, item in items:
         if (item.file, item.path) not in unknown:
-            yield from _list_settings(item, join(path, key), unknown)
+            yield from _list_settings(item, join_path(path, key), unknown)
 
 
 def _point_elsewhere(problem: SpecProblem, known: Iterable[str]) -> SpecProblem:
@@ -266,7 +266,7 @@ def _read_tuple(node: YamlNode, annotation: Any, path: str, problems: list[SpecP
     if not isinstance(items, list) or len(items) != len(types):
         problems.append(node.problem(describe(annotation)))
         return None
-    return tuple(_read(items[i], item_type, join(path, i), problems) for i, item_type in enumerate(types))
+    return tuple(_read(items[i], item_type, join_path(path, i), problems) for i, item_type in enumerate(types))
 
 
 def _read_mapping(node: YamlNode, cls: Any, path: str, problems: list[SpecProblem]) -> Any:
@@ -317,7 +317,7 @@ def _read_members(
     for name, member in members.items():
         if name in written or member.required:
             child = written.get(name) or node.missing(name)
-            values[name] = _read(child, member.annotation, join(path, name), problems)
+            values[name] = _read(child, member.annotation, join_path(path, name), problems)
     return values
 
 

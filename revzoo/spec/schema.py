@@ -21,7 +21,7 @@ from revzoo import registry
 from revzoo.bounds import Bound, NonNegativeInt, PositiveInt, Rate
 from revzoo.spec.parsing import NOT_WRITTEN, TEMPLATE, Part, to_plain
 
-Branch = Annotated[Part, registry.branches]
+BranchPart = Annotated[Part, registry.branches]
 Template = Annotated[Part, registry.branches, TEMPLATE]
 STATEMENTS = ("name", "sources", "expect", "twin")  # keys that say something about the network, and build nothing
 
@@ -137,8 +137,8 @@ class StageSpec:
 
     depth: Annotated[int, Bound("an integer from 1 to 10000", lambda n: 1 <= n <= 10_000)]
     width: PositiveInt
-    f: Branch
-    g: Branch | None = None
+    f: BranchPart
+    g: BranchPart | None = None
     transition: Annotated[Part, registry.transitions] | None = None
 
 

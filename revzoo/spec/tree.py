@@ -45,9 +45,9 @@ class YamlNode:
     def from_plain(cls, plain: Any, file: str, path: str = "") -> "YamlNode":
         """Turn plain dicts, lists and scalars into a tree, as if written in `file` under `path`."""
         if isinstance(plain, Mapping):
-            return cls({key: cls.from_plain(item, file, join(path, key)) for key, item in plain.items()}, file, path)
+            return cls({key: cls.from_plain(item, file, join_path(path, key)) for key, item in plain.items()}, file, path)
         if isinstance(plain, list):
-            return cls([cls.from_plain(item, file, join(path, index)) for index, item in enumerate(plain)], file, path)
+            return cls([cls.from_plain(item, file, join_path(path, index)) for index, item in enumerate(plain)], file, path)
         return cls(plain, file, path)
 
     def to_plain(self) -> Any:
@@ -58,7 +58,7 @@ class YamlNode:
 
     def missing(self, key: str) -> "YamlNode":
         """Return a node that stands for a key that is absent from this mapping."""
-        return YamlNode(MISSING, self.file, join(self.path, key))
+        return YamlNode(MISSING, self.file, join_path(self.path, key))
 
     def problem(self, allowed: str, received: str = "", hint: str = "") -> SpecProblem:
         """Return a problem located at this node.
@@ -82,7 +82,7 @@ class YamlNode:
         return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def join(path: str, key: object) -> str:
+def join_path(path: str, key: object) -> str:
     """Return the dotted path of `key` under `path`."""
     return f"{path}.{key}" if path else str(key)
 
@@ -109,7 +109,7 @@ def walk_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
     else:
         for key, item in items:
-            yield from walk_leaves(item, join(path, key))
+            yield from walk_leaves(item, join_path(path, key))
 
 
 def list_places(node: YamlNode, path: str = "") -> Iterator[tuple[str, str]]:
@@ -120,7 +120,7 @@ def list_places(node: YamlNode, path: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(node.value, list):
         children = enumerate(node.value)
     for key, item in children:
-        here = join(path, key)
+        here = join_path(path, key)
         yield here, item.file
         yield from list_places(item, here)
 

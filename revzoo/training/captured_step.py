@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from revzoo.errors import RevzooError
 
-Step = Callable[[Tensor, Tensor], Tensor]  # of a batch and its targets, adds to the gradients and returns the loss
+StepFunction = Callable[[Tensor, Tensor], Tensor]  # of a batch and its targets, adds to the gradients and returns the loss
 EAGER_STEPS = 3  # before the capture, as PyTorch advises
 
 
@@ -27,7 +27,7 @@ class CapturedStep:
         batch_size: examples of a full batch.
     """
 
-    def __init__(self, step: Step, parameters: Iterable[nn.Parameter], batch_size: int):
+    def __init__(self, step: StepFunction, parameters: Iterable[nn.Parameter], batch_size: int):
         self._step = step
         self._batch_size = batch_size
         self._parameters = [p for p in parameters if p.requires_grad]

@@ -20,11 +20,11 @@ from revzoo.metric import CHOSEN
 from revzoo.model.compile_steps import compile_steps
 from revzoo.training.captured_step import EAGER_STEPS, CapturedStep
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights
+from revzoo.training.evaluation import evaluate
 from revzoo.training.in_backward import update_in_backward
 from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
 from revzoo.training.processes import call_on_main
 from revzoo.training.run import Run
-from revzoo.training.scores import evaluate
 from revzoo.training.state import save_state, share_statistics
 from revzoo.training.tracking import log_record, open_trackers
 

@@ -1,181 +1,80 @@
-"""Evaluate weights: those of a run, what `revzoo convert` or `save_pretrained` wrote, and those that ship."""
+"""Metrics and loss on a data set. Each example counts exactly once, however many processes share the work."""
 
-import json
-import os
-import re
-import shlex
-from collections.abc import Iterable
-from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from revzoo.checkpoint.files import find_weights, read_metadata, read_tensors
-from revzoo.checkpoint.index import WeightsEntry, find_shipped_weights, read_index
-from revzoo.data.base import Data
-from revzoo.data.loading import load_data
-from revzoo.data.requirement import count_required_outputs
-from revzoo.errors import CheckpointError, InputError, MissingFileError, RevzooError, SpecError, join_names, quote
-from revzoo.model.create import create
-from revzoo.spec.loading import load_spec
-from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, TOKENIZER, WEIGHTS_INDEX, find_beside, find_inside, model_files
-from revzoo.spec.schema import TextInput
-from revzoo.training.options import Recipe
-from revzoo.training.origin import compare_examples
-from revzoo.training.preprocessing import adopt_preprocessing
-from revzoo.training.processes import open_accelerator
-from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
-from revzoo.training.recipe_check import find_ineffective_settings
-from revzoo.training.scores import Scores, evaluate
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
 
-_NAMED = " Name one that revzoo train has written."
+from revzoo.data.base import IGNORED
+from revzoo.format import count_noun, format_bits
+from revzoo.metric import METRICS
 
 
-def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
-    """Evaluate a checkpoint that training has saved, on the test data of its recipe.
+@dataclass(frozen=True)
+class Scores:
+    """Accuracy and loss of a classifier or a language model on a data set.
 
     Args:
-        path: folder of a run (its best weights are evaluated); a checkpoint, which holds its spec and recipe; or a folder that
-            `revzoo convert` or `save_pretrained` wrote (the overrides name the data).
-        overrides: changes to `data` and `train.mixed_precision` of the recipe, such as `data.root=/elsewhere`.
-
-    Raises:
-        InputError: another override, which would have no effect, or data with other classes than the model was trained on.
-        CheckpointError: the checkpoint does not exist, is damaged, or was not saved by training.
+        metrics: value of each of METRICS, by its key.
+        loss: mean cross-entropy [nats], without label smoothing.
+        count: number of labels.
+        label_noun: what one label belongs to: "images", "texts", "tokens" or "bytes".
+        notes: remarks on the data, such as which files were skipped.
     """
-    typed = overrides = _require_data_overrides(overrides)
-    if any((path / name).is_file() for name in (CONVERTED_WEIGHTS, WEIGHTS_INDEX)):
-        return _evaluate_saved(path, overrides)
-    checkpoint = path / BEST_WEIGHTS if os.path.isdir(path) else path
-    if not os.path.isfile(find_weights(checkpoint)):
-        raise _explain_missing(path)
-    read_tensors(checkpoint)  # reports a missing or damaged file
-    texts = read_metadata(checkpoint) if checkpoint.suffix == ".safetensors" else {}
-    if not {"revzoo.spec", "revzoo.recipe"} <= texts.keys():
-        raise CheckpointError(
-            f"{checkpoint} was not saved by `revzoo train`: it does not say on which data to evaluate it. Name the folder of a "
-            "run, or a checkpoint in it."
-        )
-    if (tokenizer := checkpoint.parent / TOKENIZER).is_file():  # the run's own copy; an override follows it
-        overrides = [_set("data.text.tokenizer", tokenizer), *overrides]
-    with TemporaryDirectory() as folder:
-        for name, key in (("spec.yaml", "revzoo.spec"), ("config.yaml", "revzoo.recipe")):
-            (Path(folder) / name).write_text(texts[key], encoding="utf-8")
-        try:
-            recipe = load_recipe(folder, overrides)
-            _refuse_ineffective(recipe, typed)
-            return _load_and_evaluate(recipe, folder, trained_on=texts.get("revzoo.examples"), checkpoint=checkpoint)
-        except SpecError as error:
-            inside = [replace(each, file=each.file.replace(f"{folder}/", f"{checkpoint}: ")) for each in error.problems]
-            raise SpecError(inside) from error
+
+    metrics: Mapping[str, float]
+    loss: float
+    count: int
+    label_noun: str = "images"
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        loss = f"loss {self.loss:.4f}{format_bits(self.loss, self.label_noun, prefix=', ')}"
+        labels = count_noun(self.count, self.label_noun.removesuffix("s"))
+        metrics = ", ".join(f"{metric.label} {metric.format(self.metrics[metric.key])}" for metric in METRICS)
+        return f"{metrics}, {loss} on {labels}"
 
 
-def _explain_missing(path: Path) -> RevzooError:
-    """Return the error for a path without weights; it says what to name instead."""
-    if str(path) in model_files():
-        return CheckpointError(
-            f"No weights ship for {path}; they do for {join_names(sorted(read_index()))}. Train it (revzoo train images "
-            f"model={path} data.root=IMAGES), and evaluate the folder of the run."
-        )
-    if not os.path.isdir(path):
-        return MissingFileError(str(path), "a checkpoint or the folder of a run", find_beside(str(path)) or _NAMED)
-    return CheckpointError(
-        f"{path} is not the folder of a run with weights: there is no {BEST_WEIGHTS} in it."
-        f"{find_inside(str(path), BEST_WEIGHTS) or _NAMED}"
-    )
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    accelerator: Accelerator,
+    label_noun: str = "images",
+) -> Scores:
+    """Compute the scores of a model on everything a loader yields; labels that are IGNORED do not count.
+
+    Args:
+        model: on the accelerator's device. It is evaluated in eval mode and then put back into the mode it was in.
+        loader: yields (images or ids, labels); prepared by the accelerator.
+        accelerator: gathers the scores of all processes.
+        label_noun: what one label belongs to, for the scores' text.
+    """
+    training = model.training
+    model.eval()
+    sums = torch.zeros(2 + len(METRICS), dtype=torch.float64)
+    try:
+        for batch, labels in loader:
+            sums += _sum_scores(model, batch, labels, accelerator)
+    finally:
+        model.train(training)
+    loss, count, *totals = sums.tolist()
+    metrics = {metric.key: metric.scale * total / count for metric, total in zip(METRICS, totals, strict=True)}
+    return Scores(metrics, loss / count, int(count), label_noun)
 
 
-def _evaluate_saved(folder: Path, overrides: list[str]) -> Scores:
-    """Evaluate what `revzoo convert` or `save_pretrained` wrote, with its preprocessing, on data that overrides name."""
-    spec = load_spec(folder)
-    is_text = isinstance(spec.input, TextInput)
-    if not any(override.startswith(("data.root=", "data.name=")) for override in overrides):
-        raise CheckpointError(
-            f"{folder} does not say on which data to evaluate it. Name them: revzoo eval {quote(folder)} "
-            f"data.root={'TABLE.csv' if is_text else 'IMAGES'}."
-        )
-    kind = ["data.name=text_classification"] if is_text else []
-    recipe = load_recipe("finetune", [_set("model", folder), *kind, *overrides])
-    _refuse_ineffective(recipe, overrides)
-    recipe, notes = adopt_preprocessing(recipe, spec)
-    scores = _load_and_evaluate(recipe, str(folder))
-    return replace(scores, notes=(*notes, *scores.notes))
-
-
-def _set(path: str, file: Path) -> str:
-    """Return the override that sets a file, whatever letters its name has."""
-    return f"{path}={json.dumps(str(file), ensure_ascii=False)}"
-
-
-def _refuse_ineffective(recipe: Recipe, overrides: Iterable[str]) -> None:
-    """Raise InputError for an override that changes nothing, so that nobody takes the scores for those of other data."""
-    typed = [override.partition("=")[0] for override in overrides]
-    for line in find_ineffective_settings(recipe):
-        section = line.partition(" ")[0]
-        if any(f"{path}.".startswith(f"{section}.") for path in typed):
-            raise InputError(f"{line}. For other data name their kind, too: data.name=folder data.root=IMAGES.")
-
-
-def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Scores, WeightsEntry]:
-    """Evaluate shipped weights on the test data of the command that trained them; return their index entry too."""
-    find_shipped_weights(name)
-    entry = read_index()[name]
-    words = shlex.split(entry.command)  # revzoo train [RECIPE] [OVERRIDE...]
-    words = words[words.index("train") + 1 :]
-    source = next((word for word in words if "=" not in word), DEFAULT_RECIPE)
-    trained = [word for word in words if "=" in word]
-    overrides = _require_data_overrides(overrides)
-    recipe = load_recipe(source, [*trained, *overrides])
-    _refuse_ineffective(recipe, overrides)
-    return _load_and_evaluate(recipe, name, pretrained=True), entry
-
-
-def _require_data_overrides(overrides: Iterable[str]) -> list[str]:
-    """Return the overrides, or raise InputError if one of them has no effect on an evaluation."""
-    overrides = list(overrides)
-    for override in overrides:
-        if not re.match(r"data\b|train\.mixed_precision\b", override):
-            raise InputError(
-                f"The rest of a recipe says how a model was trained. Received: {override}. "
-                "Evaluation takes data.... and train.mixed_precision=... only."
-            )
-    return overrides
-
-
-def _load_and_evaluate(recipe: Recipe, source: str, trained_on: str | None = None, **weights: Any) -> Scores:
-    accelerator = open_accelerator(recipe.train.mixed_precision)
-    model = create(source, device=accelerator.device, **weights)
-    data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
-    if model.num_outputs < (needed := count_required_outputs(model.spec, data, recipe.data.name)):
-        targets = f"{needed} classes" if data.num_classes else f"the {needed} ids of its vocabulary"
-        raise InputError(
-            f"{model.spec.name} has {model.num_outputs} outputs, too few for {targets}. Received: "
-            f"data.name={recipe.data.name}, data.root={recipe.data.root}."
-        )
-    known = model.class_names
-    if known is None and data.class_names is not None and model.num_outputs != needed:
-        raise InputError(
-            f"{model.spec.name} has {model.num_outputs} outputs without names, and the data have {needed} classes, in another "
-            f"order. Fine-tune it first: revzoo train finetune model=DIR {quote(f'data.root={recipe.data.root}')}."
-        )
-    if known is not None and data.class_names is not None and data.class_names != list(known):
-        raise InputError(
-            f"{model.spec.name} was trained on these {len(known)} classes: {join_names(known)}. Received: data of "
-            f"{len(data.class_names)} classes: {join_names(data.class_names)}. Evaluate it on data with the same classes."
-        )
-    scores = evaluate(model, accelerator.prepare(data.test), accelerator, data.label_noun)
-    return replace(scores, notes=(*data.notes, *_compare_examples(trained_on, data)))
-
-
-def _compare_examples(trained_on: str | None, data: Data) -> list[str]:
-    """Return a note if the examples that are held out are not those that were held out in training."""
-    if trained_on is None or not data.is_held_out:
-        return []
-    changes, noun = compare_examples(json.loads(trained_on), data.describe_examples()), data.example_noun
-    if len(changes) < 2:  # an example changes sides only if both sides change
-        return []
-    words = "; ".join(f"{split}: {change}" for split, change in changes.items())
-    return [
-        f"the {noun} held out now are not those that were held out in training ({words}). If {noun} were added since, some of "
-        "these were trained on: keep those to evaluate apart (val)"
-    ]
+def _sum_scores(model: nn.Module, batch: Tensor, labels: Tensor, accelerator: Accelerator) -> Tensor:
+    """Return loss, count and metrics, each summed over a batch of every process."""
+    with accelerator.autocast():
+        logits = model(batch).float()
+    losses = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORED)
+    counted = labels != IGNORED
+    parts = losses.view_as(labels), counted, *(metric.measure(logits, labels) * counted for metric in METRICS)
+    # Summed for each example before gathering, because the lengths of batches of texts differ between processes.
+    rows = torch.stack([part.double().view(len(labels), -1).sum(1) for part in parts], 1)
+    gathered: Tensor = accelerator.gather(rows)
+    state = accelerator.gradient_state  # which knows how many examples fill up the last batch
+    remainder = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+    return gathered[:remainder].sum(0).cpu()

@@ -25,6 +25,7 @@ from revzoo.planning.plan import Plan
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import find_differences
 from revzoo.training.epochs import Summary, train_epochs
+from revzoo.training.gradient_check import describe_gradients
 from revzoo.training.options import Recipe
 from revzoo.training.origin import check_changes, needs_new_plan
 from revzoo.training.planned_step import WholeStep
@@ -37,7 +38,6 @@ from revzoo.training.run_plan import apply_plan, save_plan
 from revzoo.training.setup import build_run
 from revzoo.training.state import load_state, save_state
 from revzoo.training.terminal import send_output_to
-from revzoo.training.verification import describe_gradients
 
 _RUNS = Path("runs")  # where folders are made that the user has not named
 

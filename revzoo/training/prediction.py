@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from revzoo.data.base import BrokenExampleError
-from revzoo.data.folders import list_images
+from revzoo.data.image_folders import list_images
 from revzoo.data.options import TABLES, TEXT_FILES
 from revzoo.data.stored_images import list_suffixes
-from revzoo.data.table import read_lines
+from revzoo.data.text_tables import read_lines
 from revzoo.data.transform import transform
 from revzoo.errors import InputError, RevzooError, join_names, quote
 from revzoo.model.model import Model

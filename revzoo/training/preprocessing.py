@@ -12,7 +12,7 @@ from revzoo.checkpoint.files import read_metadata
 from revzoo.data.options import UNROTATED, AugmentOptions, is_own
 from revzoo.spec.parsing import check_value
 from revzoo.spec.schema import ImageInput, Spec
-from revzoo.training.network import find_starting_weights
+from revzoo.training.make_network import find_starting_weights
 from revzoo.training.options import Recipe
 
 _PER_CHANNEL = ("mean", "std")

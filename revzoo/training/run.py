@@ -14,7 +14,7 @@ from revzoo.data.base import Data
 from revzoo.display.progress import TrainingDisplay
 from revzoo.model.model import Model
 from revzoo.spec.names import BYTES, TOKENIZER
-from revzoo.training.captured_step import Step
+from revzoo.training.captured_step import StepFunction
 from revzoo.training.coupling_schedule import CouplingSchedule
 from revzoo.training.loss import Loss
 from revzoo.training.options import Recipe
@@ -69,7 +69,7 @@ class Run:
     display: TrainingDisplay
     upload: Upload
     notes: list[str]
-    step: Step = field(init=False)
+    step: StepFunction = field(init=False)
     last_loss: Tensor | None = None
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from revzoo.spec.schema import TextInput
 from revzoo.spec.tree import find_differences
 from revzoo.training.coupling_schedule import make_coupling_schedule
 from revzoo.training.loss import make_loss
-from revzoo.training.network import load_model_spec, make_network
+from revzoo.training.make_network import load_model_spec, make_network
 from revzoo.training.optimizer import make_recipe_optimizer, make_scheduler
 from revzoo.training.options import ModelOptions, Recipe
 from revzoo.training.origin import Origin, read_origin, require_same

@@ -6,8 +6,8 @@ from omegaconf import OmegaConf
 import zoo_cli
 from revzoo.errors import MissingValueError
 from revzoo.spec.names import recipe_files
+from revzoo.training.evaluation import Scores
 from revzoo.training.planned_step import WholeStep
-from revzoo.training.scores import Scores
 
 SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=1,block.f.heads=2"
 FAST = ["data.batch_size=512", "train.epochs=1", "schedule.warmup_epochs=0", f"model.overrides=[{SMALL}]"]
@@ -95,6 +95,6 @@ def test_an_override_may_be_longer_than_the_name_of_a_file(run):
 
 def test_a_loss_that_is_not_finite_is_status_1(capsys, monkeypatch):
     scores = Scores({"top1": 10.0, "top5": 50.0}, float("nan"), 355)
-    monkeypatch.setattr("revzoo.training.evaluation.evaluate_checkpoint", lambda path, overrides: scores)
+    monkeypatch.setattr("revzoo.training.evaluate_checkpoint.evaluate_checkpoint", lambda path, overrides: scores)
     assert zoo_cli.main(["eval", "run"]) == 1
     assert "the loss is not finite" in capsys.readouterr().err

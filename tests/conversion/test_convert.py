@@ -16,7 +16,7 @@ from revzoo.checkpoint import files
 from revzoo.errors import CheckpointError, ConversionError, InputError, UnknownNameError
 from revzoo.runtime import ReversibleChain
 from revzoo.runtime.coupling import momentum
-from revzoo.training.evaluation import evaluate_checkpoint
+from revzoo.training.evaluate_checkpoint import evaluate_checkpoint
 from tests.conversion.conftest import check_export
 
 

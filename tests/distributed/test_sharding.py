@@ -24,8 +24,8 @@ from revzoo.analysis import verify
 from revzoo.errors import InputError, SpecError
 from revzoo.sharding.mesh import count_shards, make_mesh
 from revzoo.sharding.shard import list_gathered, shard_
-from revzoo.training import loop, network
-from revzoo.training.evaluation import evaluate_checkpoint
+from revzoo.training import loop, make_network
+from revzoo.training.evaluate_checkpoint import evaluate_checkpoint
 from revzoo.training.planned_step import WholeStep
 from revzoo.training.processes import follow_launcher
 from revzoo.training.recipe import load_recipe
@@ -138,7 +138,7 @@ def work(rank: int, processes: int, folder: Path, quick: bool) -> None:
         GradientState._reset_state()
         with pytest.MonkeyPatch.context() as patch:
             if how:  # what is divided is not made by create
-                patch.delattr(network, "create")
+                patch.delattr(make_network, "create")
             loop.train(load(case, processes, *how), folder / name)
     if quick:
         variants: dict[str, dict[str, Any]] = {mode: {"schedule": mode} for mode in MODES}

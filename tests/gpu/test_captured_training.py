@@ -11,9 +11,9 @@ import revzoo
 from revzoo.errors import RevzooError
 from revzoo.training import divergence, epochs
 from revzoo.training.captured_step import CapturedStep
+from revzoo.training.evaluation import Scores
 from revzoo.training.loop import resume, train
 from revzoo.training.recipe import load_recipe
-from revzoo.training.scores import Scores
 from tests.cuda_stub import stub
 
 SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2,block.drop_path.max=0.2,head.dropout=0.1"

@@ -19,7 +19,7 @@ ROOT = Path(revzoo.__file__).parent
 LAYERS = [
     ("bounds", "device", "dtype", "errors", "file", "format", "metric", "noise", "sharded"),
     ("plugin",),
-    ("activation", "bijection", "hub", "invertible", "registry"),
+    ("bijection", "hub", "invertible", "registry"),
     ("inplace_abn",),
     ("spec", "runtime", "parts"),
     ("block_steps",),

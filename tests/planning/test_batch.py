@@ -11,8 +11,8 @@ from revzoo.planning.batch import find_best_batch
 from revzoo.planning.profiling import profile as profiles
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.timing import Median, Timing
-from revzoo.planning.solvers.prediction import peak
 from revzoo.planning.solvers.problem import Problem
+from revzoo.planning.solvers.schedule_cost import peak
 
 LOW, HIGH = 4, 12
 

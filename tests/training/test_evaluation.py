@@ -12,9 +12,9 @@ import revzoo
 from revzoo.checkpoint import files, index
 from revzoo.data.base import IGNORED
 from revzoo.errors import CheckpointError, InputError, SpecError
-from revzoo.training.evaluation import evaluate_checkpoint, evaluate_pretrained
+from revzoo.training.evaluate_checkpoint import evaluate_checkpoint, evaluate_pretrained
+from revzoo.training.evaluation import Scores, evaluate
 from revzoo.training.loop import train
-from revzoo.training.scores import Scores, evaluate
 from tests.training.runs import make_image_recipe, make_recipe, read_records
 from zoo_cli import main
 
@@ -96,7 +96,7 @@ def test_the_command_of_the_index(monkeypatch):
     """The default recipe needs no name, and a batch for training needs not be filled."""
     command = "accelerate launch -m zoo_cli train data.batch_size=2000"
     entries = {name: replace(entry, command=command) for name, entry in index.read_index().items()}
-    monkeypatch.setattr("revzoo.training.evaluation.read_index", lambda: entries)
+    monkeypatch.setattr("revzoo.training.evaluate_checkpoint.read_index", lambda: entries)
     scores, entry = evaluate_pretrained("rev_vit_digits")
     assert round(scores.metrics["top1"], 2) == entry.metric["top1"]
 

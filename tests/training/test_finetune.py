@@ -8,7 +8,7 @@ from PIL import Image
 
 import revzoo
 from revzoo.checkpoint.files import read_tensors
-from revzoo.training.evaluation import evaluate_checkpoint
+from revzoo.training.evaluate_checkpoint import evaluate_checkpoint
 from revzoo.training.loop import train
 from revzoo.training.recipe import load_recipe
 

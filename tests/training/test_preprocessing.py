@@ -12,7 +12,7 @@ from revzoo.data.images import load_images
 from revzoo.data.loading import load_data
 from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput
-from revzoo.training.evaluation import evaluate_checkpoint
+from revzoo.training.evaluate_checkpoint import evaluate_checkpoint
 from revzoo.training.loop import resume, train
 from revzoo.training.preprocessing import adopt_preprocessing
 from revzoo.training.recipe import load_recipe

@@ -3,7 +3,7 @@
 import pytest
 
 from revzoo.errors import InputError
-from revzoo.training.evaluation import evaluate_checkpoint
+from revzoo.training.evaluate_checkpoint import evaluate_checkpoint
 from revzoo.training.loop import resume, train
 from tests.training.runs import assert_same_run, interrupted, make_recipe, read_records
 

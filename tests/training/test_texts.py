@@ -10,7 +10,7 @@ from revzoo.data.base import IGNORED
 from revzoo.data.loading import load_data
 from revzoo.data.options import DataOptions, TextOptions
 from revzoo.errors import CheckpointError, InputError, RevzooError
-from revzoo.training.evaluation import evaluate_checkpoint
+from revzoo.training.evaluate_checkpoint import evaluate_checkpoint
 from revzoo.training.loop import resume, train
 from revzoo.training.loss import Loss
 from revzoo.training.recipe import load_recipe

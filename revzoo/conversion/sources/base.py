@@ -8,7 +8,7 @@ from torch import Tensor
 
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping
-from revzoo.conversion.sources.tensors import Grid
+from revzoo.conversion.sources.tensors import GridSize
 
 Tensors = Mapping[str, Tensor]
 IN_PLACE = "A module becomes reversible in place, as it is, with revzoo.reversible_(module)."  # ends refusals of architectures
@@ -64,7 +64,7 @@ class Source(ABC):
         """Return whether a tensor of theirs is a constant or unused, so that it is dropped without `strict=False`."""
         return False
 
-    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: Grid | None = None) -> Tensor | None:
+    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: GridSize | None = None) -> Tensor | None:
         """Return a tensor of theirs interpolated to the shape of another resolution, or None where that is impossible.
 
         Args:

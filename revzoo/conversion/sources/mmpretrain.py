@@ -16,7 +16,7 @@ from torch import Tensor
 from revzoo.conversion.mapping import TensorMapping, rename
 from revzoo.conversion.sources.base import Tensors
 from revzoo.conversion.sources.published import PublishedNetwork, PublishedSource
-from revzoo.conversion.sources.tensors import Grid, resize_positions
+from revzoo.conversion.sources.tensors import GridSize, resize_positions
 
 _FAMILIES = ("rev_vit",)
 _RULES = {  # from our keys, layers numbered through all stages, to theirs
@@ -59,7 +59,7 @@ class MMPretrain(PublishedSource):
         note = "The first row of positions is dropped: it belongs to the class token, which reaches no layer."
         return replace(network, notes=(*network.notes, note))
 
-    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: Grid | None = None) -> Tensor | None:
+    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: GridSize | None = None) -> Tensor | None:
         """Return positions of a square grid interpolated to another grid, with a class token's row as it is; else None."""
         prefix = 0 if tensor.dim() == 3 and _is_square(tensor.shape[1]) else 1
         return resize_positions(tensor, shape, prefix, grid) if key == _POSITIONS else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from revzoo.conversion.mapping import TensorMapping, rename
 from revzoo.conversion.sources.base import Tensors
 from revzoo.conversion.sources.published import PublishedSource
-from revzoo.conversion.sources.tensors import Grid, resize_positions
+from revzoo.conversion.sources.tensors import GridSize, resize_positions
 from revzoo.parts.layers.position import resize_distances
 
 _FAMILIES = ("rev_vit", "rev_mvit")
@@ -43,7 +43,7 @@ class PySlowFast(PublishedSource):
         """Return whether a file has PySlowFast's keys."""
         return any(key.startswith("rev_backbone.layers.") for key in tensors)
 
-    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: Grid | None = None) -> Tensor | None:
+    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: GridSize | None = None) -> Tensor | None:
         """Return positions of a square grid interpolated to another grid, absolute or relative; None for another tensor."""
         if key.endswith((".rel_pos_h", ".rel_pos_w")):
             return resize_distances(tensor, shape)

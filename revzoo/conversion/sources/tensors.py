@@ -8,7 +8,7 @@ import torch
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor
 
-Grid = tuple[int, int]  # rows and columns of tokens
+GridSize = tuple[int, int]  # rows and columns of tokens
 
 _QUERY = re.compile(r"(^|\.)q(_proj)?(?=\.[^.]*$)")  # the module in a key
 
@@ -32,7 +32,7 @@ def merge_qkv(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[st
     return result, [f"{3 * count} tensors of separate queries, keys and values were merged into {count} (qkv)"]
 
 
-def resize_positions(tensor: Tensor, shape: Sequence[int], prefix: int = 0, grid: Grid | None = None) -> Tensor | None:
+def resize_positions(tensor: Tensor, shape: Sequence[int], prefix: int = 0, grid: GridSize | None = None) -> Tensor | None:
     """Return position embeddings of a square grid interpolated to another grid as timm does, or None if they are of no such.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.sources.base import Tensors, find_mlp_ratio
-from revzoo.conversion.sources.tensors import Grid
+from revzoo.conversion.sources.tensors import GridSize
 from revzoo.conversion.sources.timm_base import TimmSource, read_rate
 from revzoo.parts.layers.position import resize_distances
 
@@ -69,7 +69,7 @@ class TimmMViT(TimmSource):
                     rules[rf"{keyed_block.key}\.{theirs}\."] = f"stages.{i}.blocks.{j}.{part}.{ours}."
         return self._rename_keys(network.state_dict(), rules)
 
-    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: Grid | None = None) -> Tensor | None:
+    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: GridSize | None = None) -> Tensor | None:
         """Return embeddings of relative positions interpolated as timm does; None for another tensor."""
         return resize_distances(tensor, shape) if key.endswith(("rel_pos_h", "rel_pos_w")) else None
 

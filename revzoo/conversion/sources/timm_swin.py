@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.sources.base import Tensors, find_mlp_ratio
-from revzoo.conversion.sources.tensors import Grid, merge_qkv
+from revzoo.conversion.sources.tensors import GridSize, merge_qkv
 from revzoo.conversion.sources.timm_base import TimmSource, read_rate
 from revzoo.parts.layers.position import resize_biases
 
@@ -75,7 +75,7 @@ class TimmSwin(TimmSource):
         """Return whether a key belongs to an attention mask or index, which some files hold."""
         return key.endswith(_BUFFERS)
 
-    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: Grid | None = None) -> Tensor | None:
+    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: GridSize | None = None) -> Tensor | None:
         """Return position biases interpolated to another square window as timm does; None for another tensor."""
         return resize_biases(tensor, shape) if key.endswith("relative_position_bias_table") else None
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.sources.base import Tensors, find_mlp_ratio
-from revzoo.conversion.sources.tensors import Grid, merge_qkv, resize_positions
+from revzoo.conversion.sources.tensors import GridSize, merge_qkv, resize_positions
 from revzoo.conversion.sources.timm_base import TimmSource, read_rate
 from revzoo.errors import ConversionError
 
@@ -73,7 +73,7 @@ class TimmViT(TimmSource):
         """Return whether a key belongs to the layer before the head of old checkpoints, which timm drops as well."""
         return key.startswith("pre_logits.")
 
-    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: Grid | None = None) -> Tensor | None:
+    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: GridSize | None = None) -> Tensor | None:
         """Return position embeddings of a square grid interpolated to another grid as timm does; None for another tensor."""
         if key != "pos_embed":
             return None

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from revzoo.bounds import PositiveFloat, Rate
 from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.bert_sub_block import BertSubBlock, NormPosition
-from revzoo.parts.layers.convolution import Activation, TokenNorm, build_token_norm, get_activation
+from revzoo.parts.layers.convolution import ActivationName, TokenNorm, build_token_norm, get_activation
 from revzoo.parts.layers.drop_path import DropPath
 from revzoo.registry import branches
 
@@ -29,7 +29,7 @@ class MlpBranch(nn.Module):
         context: BuildContext,
         *,
         ratio: PositiveFloat = 4.0,
-        act: Activation = "gelu",
+        act: ActivationName = "gelu",
         norm: TokenNorm = "layer_norm",
         layer_scale: bool = False,
     ):
@@ -65,7 +65,7 @@ class FeedForwardBranch(BertSubBlock):
         context: BuildContext,
         *,
         ratio: PositiveFloat = 4.0,
-        act: Activation = "gelu",
+        act: ActivationName = "gelu",
         norm_position: NormPosition = "post",
         eps: PositiveFloat = 1e-5,
         dropout: Rate = 0.0,

@@ -11,7 +11,7 @@ from revzoo.bounds import PositiveFloat, PositiveInt, Rate
 from revzoo.errors import PartArgumentError
 from revzoo.parts.branches.mlp import MlpBranch
 from revzoo.parts.context import BuildContext
-from revzoo.parts.layers.convolution import Activation, TokenNorm, build_token_norm
+from revzoo.parts.layers.convolution import ActivationName, TokenNorm, build_token_norm
 from revzoo.parts.layers.drop_path import DropPath
 from revzoo.registry import branches
 
@@ -259,7 +259,7 @@ class ChunkedMlpBranch(MlpBranch):
         *,
         ratio: PositiveFloat = 4.0,
         chunks: PositiveInt = 1,
-        act: Activation = "gelu",
+        act: ActivationName = "gelu",
         norm: TokenNorm = "layer_norm",
     ):
         super().__init__(context, ratio=ratio, act=act, norm=norm)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from revzoo.bounds import NonNegativeInt, PositiveFloat, Rate
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.parts.context import BuildContext
-from revzoo.parts.layers.convolution import Activation, build_token_norm, get_activation
+from revzoo.parts.layers.convolution import ActivationName, build_token_norm, get_activation
 from revzoo.parts.layers.linear_head import LinearHead
 from revzoo.registry import heads
 
@@ -70,7 +70,7 @@ class TokenLinear(LinearHead):
         outputs: NonNegativeInt,
         norm: Literal["layer_norm", "layer_norm_1e-5", "none"] = "layer_norm",
         dropout: Rate = 0.0,
-        act: Activation | Literal["none"] = "none",
+        act: ActivationName | Literal["none"] = "none",
     ):
         width = context.shape.width
         super().__init__("linear", width)
@@ -101,7 +101,7 @@ class MaskedLM(nn.Module):
     Source: Transformers' RobertaLMHead, and BertLMPredictionHead, which is the same.
     """
 
-    def __init__(self, context: BuildContext, *, act: Activation = "gelu", eps: PositiveFloat = 1e-5):
+    def __init__(self, context: BuildContext, *, act: ActivationName = "gelu", eps: PositiveFloat = 1e-5):
         super().__init__()
         if context.embedding is None:
             raise PartArgumentError("type", "masked_lm", "a stem with a table of embeddings, for example token_embed")
@@ -150,7 +150,7 @@ class SequenceClassification(LinearHead):
         outputs: NonNegativeInt,
         dropout: Rate = 0.0,
         input_dropout: Rate = 0.0,
-        act: Activation | Literal["tanh"] = "tanh",
+        act: ActivationName | Literal["tanh"] = "tanh",
     ):
         width = context.shape.width
         super().__init__("out_proj", width)

@@ -23,7 +23,7 @@ class BertSubBlock(nn.Module):
     Args:
         part: registered name of the part, for messages.
         inner_width: channels that `_inner` returns.
-        norm_position: `post` or `pre`, as described above.
+        norm_position: of the LayerNorm: `post`, after the residual as in the original, or `pre`, before `_inner`.
         eps: eps of the LayerNorm.
         dropout: probability of dropping a channel of the projected result.
     """

@@ -15,7 +15,7 @@ from revzoo.parts.layers.drop_path import DropPath
 
 TokenNorm = Literal["layer_norm", "layer_norm_1e-5", "rms_norm"]
 LeakyNorm = Literal["in_place_abn", "leaky_batch_norm"]
-Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]  # gelu_tanh: GELU approximated with tanh
+ActivationName = Literal["gelu", "gelu_tanh", "relu", "silu"]  # gelu_tanh: GELU approximated with tanh
 
 
 def build_token_norm(name: TokenNorm, width: int) -> nn.Module:
@@ -25,7 +25,7 @@ def build_token_norm(name: TokenNorm, width: int) -> nn.Module:
     return norm
 
 
-def get_activation(name: Activation) -> type[nn.Module]:
+def get_activation(name: ActivationName) -> type[nn.Module]:
     """Return the class of an activation."""
     layer: type[nn.Module] = get_act_layer(name)
     return layer

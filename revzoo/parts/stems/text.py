@@ -13,7 +13,7 @@ from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.registry import stems
 
-Position = Literal["learned", "after_padding", "sinusoidal", "none"]
+PositionKind = Literal["learned", "after_padding", "sinusoidal", "none"]
 
 
 @stems.register("token_embed")
@@ -42,7 +42,7 @@ class TokenStem(nn.Module):
         context: BuildContext,
         *,
         width: PositiveInt,
-        position: Position = "learned",
+        position: PositionKind = "learned",
         types: NonNegativeInt = 0,
         norm: Literal["layer_norm", "none"] = "layer_norm",
         eps: PositiveFloat = 1e-5,

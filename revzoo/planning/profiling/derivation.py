@@ -213,7 +213,7 @@ def _kept_storages(traced: Trace) -> list[dict[int, int]]:
 
 
 def _left_storages(traced: Trace) -> list[dict[int, int]]:
-    """Return for every unit the storages, with their bytes, that it leaves until forward ends and does not keep.
+    """Return for every unit the storages of its forward, with bytes, that live until forward ends though backward needs none.
 
     These are casts of weights under autocast. Where only the model's forward is inside it, they are freed before the loss.
     """

@@ -15,8 +15,8 @@ from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.inversion_limit import measure_inversion_limit, predict_inversion_limit
 from revzoo.planning.profiling.timing import Timing, measure_timing, measure_workspace, price_by_time
 from revzoo.planning.setting import Setting, read_setting
-from revzoo.planning.solvers.prediction import cost
 from revzoo.planning.solvers.problem import Problem, reprice
+from revzoo.planning.solvers.schedule_cost import cost
 from revzoo.planning.solvers.timeline import minimize_peak
 
 # What a device computes in float32 while it moves a byte: about 14 on an H200 (67 TFLOP/s, 4.8 TB/s).

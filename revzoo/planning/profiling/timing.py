@@ -27,8 +27,8 @@ from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import LossFunction, call, compute_loss, isolated, leave_autocast, memory_errors
 from revzoo.device import forget_peak, has_streams
 from revzoo.planning.profiling.hooks import StepHooks, assign_schedule, list_units
-from revzoo.planning.solvers.prediction import peak
 from revzoo.planning.solvers.problem import Problem, Unit, reprice
+from revzoo.planning.solvers.schedule_cost import peak
 from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import LookaheadOption
@@ -78,8 +78,14 @@ def make_clock(device: torch.device, *, elapsed: bool = False) -> Clock:
         elapsed: on a CPU, measure the time that passes: where a second thread works at the same time.
     """
     if device.type != "cuda":
+
+        def read() -> float:
+            if has_streams(device):
+                torch.accelerator.synchronize(device)
+            return time.perf_counter()
+
         is_own = device.type == "cpu" and not elapsed
-        return Clock(time.thread_time if is_own else time.perf_counter, lambda start, end: float(end - start))
+        return Clock(time.thread_time if is_own else read, lambda start, end: float(end - start))
 
     def mark() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -355,7 +361,8 @@ def measure_workspace(
     with preserve_schedules(model):
         _time_step(model, batch, modes, loss, lookahead)  # a warm-up: cuDNN tries kernels that it does not choose
         with memory_errors(), isolated(model, batch) as inputs:
-            torch._C._cuda_clearCublasWorkspaces()  # so that they count, whatever ran before
+            if device.type == "cuda":
+                torch._C._cuda_clearCublasWorkspaces()  # so that they count, whatever ran before
             forget_peak(device)  # and blocks are as large as what they are made for
             before = torch.accelerator.memory_allocated(device)
             total = compute_loss(loss, call(model, inputs))

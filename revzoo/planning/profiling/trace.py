@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import LossFunction, call, compute_loss, leave_autocast
 from revzoo.analysis.flops import FlopCounter
-from revzoo.block_steps.chain import BlockStep
+from revzoo.block_steps.block_chain import BlockStep
 from revzoo.errors import InputError
 from revzoo.planning.profiling.hooks import StepHooks, assign_schedule, list_units
 from revzoo.runtime.chain import ReversibleChain
@@ -34,7 +34,7 @@ _ORDER = (
     "in the report of reversible_."
 )
 
-Phase = Literal["forward", "loss", "backward", "end"]
+PhaseName = Literal["forward", "loss", "backward", "end"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Mark:
         flops: counted from the beginning of the training step until now.
     """
 
-    phase: Phase
+    phase: PhaseName
     unit: int
     position: int
     flops: int
@@ -185,7 +185,7 @@ class _Recorder:
         self._owners = {id(module): unit for unit, entry in enumerate(units) for module in entry.module.modules()}
         self.saving = ExitStack()
 
-    def mark(self, phase: Phase, unit: int) -> None:
+    def mark(self, phase: PhaseName, unit: int) -> None:
         flops = self._flops.forward + self._flops.backward
         self._trace.marks.append(Mark(phase, unit, self._live.now(), flops))
 

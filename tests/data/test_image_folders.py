@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from revzoo.data.folders import find_classes
+from revzoo.data.image_folders import find_classes
 from revzoo.data.stored_images import read_image
 from revzoo.errors import DataError
 

@@ -19,7 +19,7 @@ from revzoo.display.style import BLUE, CREAM, INK, LIGHT_BLUE, LIGHT_GREY, LIGHT
 from revzoo.format import format_bytes
 from revzoo.graph.counted_step import CallDetails, Phase, PlanDetails
 from revzoo.graph.module_plan import ModulePlan
-from revzoo.graph.table import name_parts
+from revzoo.graph.plan_table import name_parts
 from revzoo.planning.comparison import SchedulePoint
 from revzoo.runtime.mode import Mode
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from revzoo.analysis.verify import VerifyReport
-from revzoo.training import verification
+from revzoo.training import gradient_check
+from revzoo.training.gradient_check import describe_gradients
 from revzoo.training.loop import resume
 from revzoo.training.setup import build_run
-from revzoo.training.verification import describe_gradients
 from tests.training.runs import make_recipe
 
 
@@ -46,7 +46,7 @@ def test_look_ahead_waits_for_training(tmp_path):
 )
 def test_gradients_that_are_off_are_said(tmp_path, monkeypatch, setting, error, end):
     report = VerifyReport(torch.float32, {}, gradient_error=error, problems=("They differ.",))
-    monkeypatch.setattr(verification, "verify", lambda model, batch: report)
+    monkeypatch.setattr(gradient_check, "verify", lambda model, batch: report)
     line = describe_gradients(build_run(make_recipe(f"model.exact={setting}"), tmp_path / "run", resumed=False))
     assert line.startswith("Warning: gradients are not those of storing everything")
     assert line.endswith(end)

@@ -16,7 +16,7 @@ from revzoo.data.base import IGNORED, Examples
 from revzoo.data.corpus import Texts, read_files, read_standard_text, read_standard_texts
 from revzoo.data.options import DataOptions
 from revzoo.data.random import make_generator
-from revzoo.data.table import read_texts
+from revzoo.data.text_tables import read_texts
 from revzoo.data.tokenizer import Tokenizer, open_tokenizer
 from revzoo.errors import DataError, join_names
 from revzoo.spec.names import BYTES

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from revzoo.block_steps.chain_position import Position, find_position, is_noted, note_position
 from revzoo.block_steps.conventions import (
     find_state,
     get_state,
@@ -31,7 +32,6 @@ from revzoo.block_steps.conventions import (
     put_state,
     replace_state,
 )
-from revzoo.block_steps.position import Position, find_position, is_noted, note_position
 from revzoo.dtype import HALF
 from revzoo.errors import InputError
 from revzoo.runtime.chain_link import run_link
@@ -132,7 +132,13 @@ class BlockChain:
 
 @dataclass
 class BlockOutput:
-    """What a block has returned in its first run, and what submodules of it have returned besides the state, by path."""
+    """What a block has returned in its first run.
+
+    Args:
+        value: the whole result.
+        dtype: of the state in it.
+        extras: what submodules have returned besides the state, by path.
+    """
 
     value: Any = None
     dtype: torch.dtype | None = None

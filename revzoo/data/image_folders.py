@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from revzoo.data.labels import describe_missing, natural_key
+from revzoo.data.image_labels import describe_missing, natural_key
 from revzoo.data.options import SPLITS
 from revzoo.data.stored_images import ImageSplits, StoredImages, list_suffixes
 from revzoo.errors import DataError, join_names

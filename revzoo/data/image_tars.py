@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from revzoo.data.labels import describe_missing, name_classes, natural_key, number_labels, read_label
+from revzoo.data.image_labels import describe_missing, name_classes, natural_key, number_labels, read_label
 from revzoo.data.options import SPLITS, ImageOptions
 from revzoo.data.stored_images import ImageSplits, StoredImages, list_suffixes
 from revzoo.errors import DataError, join_names

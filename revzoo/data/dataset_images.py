@@ -10,10 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from revzoo.data.labels import describe_missing, name_classes, number_labels, read_label
+from revzoo.data.image_labels import describe_missing, name_classes, number_labels, read_label
 from revzoo.data.options import SPLITS, ImageOptions
 from revzoo.data.stored_images import ImageSplits, StoredImages
-from revzoo.data.table import quiet, require_column, shorten
+from revzoo.data.text_tables import quiet, require_column, shorten
 from revzoo.errors import DataError, explain_missing, join_names
 
 _BATCH = 1000  # rows that are listed together

@@ -4,8 +4,8 @@ from itertools import permutations
 
 import pytest
 
-from revzoo.data.folders import find_classes
-from revzoo.data.labels import name_classes, natural_key
+from revzoo.data.image_folders import find_classes
+from revzoo.data.image_labels import name_classes, natural_key
 
 
 def test_numbers_count_and_case_does_not():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from revzoo.data.loading import load_data
-from revzoo.data.table import read_lines, read_table
+from revzoo.data.text_tables import read_lines, read_table
 from revzoo.errors import DataError, RevzooError
 from revzoo.spec.schema import TextInput
 
