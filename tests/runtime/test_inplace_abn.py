@@ -53,7 +53,8 @@ def compute_gradients(layer, x):
 
 def find_kept(layer, x):
     """Return the channels whose normalised input is kept, and that; None of both if there are none."""
-    return layer(x).grad_fn.saved_tensors[-2:]
+    y = layer(x)  # held until they are read, since one of them is y
+    return y.grad_fn.saved_tensors[-2:]
 
 
 def largest_error(got, expected):
