@@ -89,7 +89,7 @@ def upload_folder(
 def _explain(repository: str, done: str, remedy: str) -> Iterator[None]:
     """Turn whatever the client raises inside the block into an error that names the repository and the remedy."""
     if not _REPOSITORY.fullmatch(repository):
-        raise InputError(f"A repository of the hub is OWNER/NAME. Received: {repository!r}. Use for example 'me/rev_vit'.")
+        raise InputError(f"A model is an existing folder, or OWNER/NAME on the hub. Received: {repository!r}.")
     try:
         yield
     except Exception as error:  # the errors of the HTTP library, which depends on the version, are among them

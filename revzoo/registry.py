@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, TypeVar
 
-from revzoo.errors import UnknownNameError
+from revzoo.errors import InputError, UnknownNameError
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -61,8 +61,18 @@ class Registry:
         return iter(sorted(self._load()))
 
     def arguments(self, name: str) -> dict[str, inspect.Parameter]:
-        """Return the keyword-only parameters of an entry, which are what a spec may set, with evaluated annotations."""
-        parameters = inspect.signature(self[name], eval_str=True).parameters
+        """Return the keyword-only parameters of an entry, which are what a spec may set, with evaluated annotations.
+
+        Raises:
+            InputError: an annotation names what its module does not have, such as what only type checkers import.
+        """
+        try:
+            parameters = inspect.signature(self[name], eval_str=True).parameters
+        except NameError as error:  # the user's own text
+            raise InputError(
+                f"The annotations of the {self.kind} {name!r} cannot be read ({error}). Import the names in them outside of "
+                "`if TYPE_CHECKING`."
+            ) from error
         return {key: p for key, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
     def _load(self) -> dict[str, Callable[..., Any]]:

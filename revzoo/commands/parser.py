@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         parsed, rest = self.parse_known_intermixed_args(arguments)
         if rest and rest[0].startswith("-"):
             option, options = rest[0].partition("=")[0], list(self._option_string_actions)
-            hint = did_you_mean(option, options, 0.75) or " Settings are overrides without dashes, such as train.epochs=3."
+            hint = did_you_mean(option, options, 0.75) or " Settings are overrides without dashes: NAME=VALUE."
             raise UnknownNameError(f"option of {self.prog}", option, options, hint)
         if rest:
             self.error(f"unexpected argument {rest[0]!r}")

@@ -160,17 +160,20 @@ def _is_class(label: Any, count: int) -> bool:
 
 
 def _find_misfit(example: Any, input: Input) -> str | None:
-    """Return what the model takes instead of an example; None where it takes it. Ids out of range the model itself refuses."""
+    """Return what the model takes instead of an example; None where it takes it."""
     if isinstance(input, ImageInput):
-        shape: tuple[int, ...] = (input.channels, *input.size)
-        dtypes: tuple[torch.dtype, ...] = (torch.float32,)
-        wanted = f"float32, images of the shape (channels, height, width) = {shape}"
-    else:
-        shape = (input.length,)
-        wanted, dtypes = f"int64, ids of the shape (length,) = {shape}", (torch.int64, torch.int32)
-    fits = isinstance(example, Tensor) and example.shape == shape and example.dtype in dtypes
-    return None if fits else f"the model takes tensors of {wanted}"
+        shape = (input.channels, *input.size)
+        is_image = isinstance(example, Tensor) and example.shape == shape and example.dtype == torch.float32
+        if is_image and torch.stack(example.aminmax()).isfinite().all():
+            return None
+        return f"the model takes finite tensors of float32, images of the shape (channels, height, width) = {shape}"
+    is_ids = isinstance(example, Tensor) and example.shape == (input.length,) and not example.is_floating_point()
+    if is_ids and example.min() >= 0 and example.max() < input.vocabulary:
+        return None
+    return f"the model takes tensors of int64, ids of the shape (length,) = {(input.length,)} from 0 to {input.vocabulary - 1}"
 
 
 def _describe(value: Any) -> str:
-    return f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} of {value.dtype}{'' if value.isfinite().all() else ', with infinities or NaN'}"
+    return type(value).__name__

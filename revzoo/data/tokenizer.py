@@ -76,6 +76,8 @@ class TokenizerFile:
             raise DataError(f"The tokenizer {file} has no padding token: neither <pad> nor [PAD], nor a padding setting.")
         self.source, self.padding, self.mask = str(file), int(padding), self._find_id("<mask>", "[MASK]")
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        if not self.size:
+            raise DataError(f"The tokenizer {file} has no tokens.")
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = frozenset(i for i, token in added.items() if token.special)
         self.num_around = int(self._tokenizer.num_special_tokens_to_add(is_pair=False))
@@ -87,7 +89,10 @@ class TokenizerFile:
         """Return the ids of each text, at most `length` of them, special ids included."""
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(length)
-        return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+        try:
+            return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+        except Exception as error:  # for example, its vocabulary lacks the token for unknown words
+            raise DataError(f"The tokenizer {self.source} cannot encode these texts ({error}).") from error
 
 
 Tokenizer = PlainBytes | TokenizerFile

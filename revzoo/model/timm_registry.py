@@ -4,6 +4,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
+from numbers import Integral
+from operator import index
 from typing import Any
 
 from timm.models import PretrainedCfg, generate_default_cfgs, register_model
@@ -111,7 +113,7 @@ def _create(
             name,
             pretrained=pretrained and file is None,
             checkpoint=file,
-            num_outputs=num_classes if pretrained and num_classes else None,
+            num_outputs=index(num_classes) if pretrained and num_classes else None,
             overrides=[*overrides, *(f"{path}={value}" for path, value in values.items())],
             **arguments,
         )
@@ -133,5 +135,5 @@ def _write(key: str, value: Any) -> str:
     """Return the value of an override; an image of one side is a square."""
     if key != "img_size":
         return str(value)
-    sides = (value, value) if isinstance(value, int) else value
+    sides = (value, value) if isinstance(value, Integral) else value
     return f"[{','.join(map(str, sides))}]"

@@ -8,6 +8,7 @@
 Source: the projections are those of Johnson and Lindenstrauss (1984).
 """
 
+import math
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -32,10 +33,12 @@ class Fingerprint(NamedTuple):
     Args:
         values: projections, or sums of bits: on a CPU a list, elsewhere a tensor that the device may not have computed yet.
         kind: strides, whether these are sums of bits, and placements of a DTensor. Only fingerprints of one kind are compared.
+        is_finite: False if the tensor is known to hold NaN or infinite numbers; the values are then those of the others.
     """
 
     values: Any
     kind: tuple[Any, ...]
+    is_finite: bool = True
 
 
 def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
@@ -65,7 +68,12 @@ def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
         # modes that count bytes or select operations are not to see this one read of it
         x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
         values = _summarise(x, dtype, bits, is_on_host)
-        return Fingerprint(values.tolist() if is_on_host else values, kind)
+        if not is_on_host:
+            return Fingerprint(values, kind)
+        numbers = values.tolist()
+        if bits or math.isfinite(numbers[0]):  # each projection is of all elements
+            return Fingerprint(numbers, kind)
+        return Fingerprint(_summarise(x.nan_to_num(0.0, 0.0, 0.0), dtype, False, True).tolist(), kind, is_finite=False)
 
 
 @cache

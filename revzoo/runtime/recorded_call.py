@@ -112,7 +112,7 @@ class RecordedCall:
                 self._keepers.append(regions)
             self._given = inputs
             if self.kept_products is not None:
-                self.kept_products.begin(conditions.fixed)
+                self.kept_products.begin(conditions.fixed, conditions.is_observed)
             with saved_tensors_hooks(self._pack, handle.unpack):
                 if self._keepers:
                     with ExitStack() as stack:
@@ -162,6 +162,8 @@ class RecordedCall:
     def _end_keeping(self, regions: Any) -> None:
         if self.kept_products is not None:
             self.kept_products.end_first_run()
+            if self.kept_products.was_written:
+                self.conditions.inventory.learned.may_keep_products = False
         if regions is None:
             return
         regions.end_first_run()
@@ -174,11 +176,6 @@ class RecordedCall:
     def is_recorded(self) -> bool:
         """Whether its first run was recorded; not where a compiled step has run the graph of mode `selective`."""
         return self._find_handle is not None
-
-    @property
-    def has_dropped(self) -> bool:
-        """Whether autograd has saved anything in its first run."""
-        return bool(self._dropped)
 
     @property
     def may_hand_over(self) -> bool:

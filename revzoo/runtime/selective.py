@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from revzoo.device import can_read_now
 from revzoo.runtime import seams
 from revzoo.runtime.compiling import leave_uncompiled
+from revzoo.runtime.fingerprint import take_fingerprint
 from revzoo.runtime.nested import tensors_in, wraps_tensors
 from revzoo.runtime.operations import Operation, describe_operation
 
@@ -48,12 +50,19 @@ class KeptProducts:
         self.have_fitted, self.has_handed_out, self.is_paused = True, False, False
         self.outputs: list[_Output] = []
         self._needed: _Set = 0
+        self.was_written = False  # whether an output was changed where no dispatch mode sees it
+        self._samples = False
         self._fixed: set[int] = set()  # the storages of parameters and the like
         self._known: dict[int, _Set] = {}  # by storage, during the first run: the outputs that its contents were computed from
 
-    def begin(self, fixed: Iterable[Tensor]) -> None:
-        """Begin the first run; `fixed` do not change until backward: a product that reads another tensor is another product."""
-        self._fixed = set(map(_find_storage, fixed))
+    def begin(self, fixed: Iterable[Tensor], samples: bool) -> None:
+        """Begin the first run.
+
+        Args:
+            fixed: tensors that do not change until backward: a product that reads another one is another product.
+            samples: whether to look for outputs that are changed unseen.
+        """
+        self._fixed, self._samples = set(map(_find_storage, fixed)), samples
 
     def record(self) -> AbstractContextManager[Any]:
         """Return a dispatch mode for the first run."""
@@ -85,7 +94,7 @@ class KeptProducts:
         if operation.leaves_contents_open:
             sources = _ANY_SO_FAR
         elif operation.is_product and not operation.draws(args, kwargs):
-            self.outputs.append(_Output((func, self.describe(args)), out, sources))
+            self.outputs.append(_Output((func, self.describe(args)), out, sources, self._samples))
             sources = 1 << (len(self.outputs) - 1)
         for x in results:
             known[_find_storage(x)] = sources
@@ -103,6 +112,9 @@ class KeptProducts:
         for i, output in reversed(list(enumerate(self.outputs))):
             is_needed = self._needed >> i & 1
             if output.was_modified():
+                output.free()
+            elif output.was_written():
+                self.was_written = True
                 output.free()
             if not is_needed:
                 output.leave_out()
@@ -124,16 +136,18 @@ class _Output:
         product: the operation and its operands.
         out: what it has returned.
         sources: the outputs that this was computed from.
+        samples: whether to take fingerprints on a CPU, which show a change that raises no version.
     """
 
-    __slots__ = ("_value", "_versions", "is_left_out", "product", "sources", "tensors")
+    __slots__ = ("_sample", "_value", "_versions", "is_left_out", "product", "sources", "tensors")
 
-    def __init__(self, product: Any, out: Any, sources: _Set):
+    def __init__(self, product: Any, out: Any, sources: _Set, samples: bool):
         self.product = product
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # keeps the version counter
             self._value: Any = _map(Tensor.detach, out)
         self.tensors = [x for x in ((self._value,) if isinstance(out, Tensor) else self._value) if isinstance(x, Tensor)]
         self._versions = [x._version for x in self.tensors]
+        self._sample = self._read() if samples else []
         self.sources = sources
         self.is_left_out = False
 
@@ -146,15 +160,23 @@ class _Output:
         """Return whether its contents have changed since."""
         return [x._version for x in self.tensors] != self._versions
 
+    def was_written(self) -> bool:
+        """Return whether its bytes have changed although no version has."""
+        return bool(self._sample) and self._read() != self._sample
+
+    def _read(self) -> list[Any]:
+        taken = (take_fingerprint(x, bits=True) for x in self.tensors if can_read_now(x))
+        return [each.values for each in taken if each is not None and isinstance(each.values, list)]
+
     def free(self) -> None:
         """Free it: it will be computed again."""
-        self._value, self.tensors, self._versions = None, [], []
+        self._value, self.tensors, self._versions, self._sample = None, [], [], []
 
     def leave_out(self) -> None:
         """Free it: nothing that is needed is computed from it. NaN of the same shape will stand in for it."""
         if self.is_kept:
             self._value = _map(_describe_layout, self._value)
-            self.is_left_out, self.tensors, self._versions = True, [], []
+            self.is_left_out, self.tensors, self._versions, self._sample = True, [], [], []
 
     def take(self) -> Any:
         """Return the output; None if it has to be computed."""

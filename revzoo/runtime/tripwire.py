@@ -145,7 +145,8 @@ class Watch:
             size: norm of the original's fingerprint.
         """
         tolerance = comparison.tolerance
-        was_finite, is_finite = math.isfinite(size), not math.isnan(error)
+        was_finite = comparison.expected.is_finite and math.isfinite(size)
+        is_finite = comparison.actual.is_finite and not math.isnan(error)
         if comparison.of_state and not was_finite:
             self._has_overflowed = True
         if not is_finite and self._has_overflowed:
@@ -260,7 +261,7 @@ def _describe(comparison: _Comparison, error: float, tolerance: float, has_grown
     elif math.isnan(error):
         by = "and is not finite any more"
     else:
-        by = f"by {error:.3g} of its size, of which rounding explains {tolerance:.3g}"
+        by = f"by {error:.6g} of its size, of which rounding explains {tolerance:.6g}"
     if has_grown:
         return RecoveryError(
             f"Errors have grown from state to state until {comparison.name}: {what} differs from forward {by}. Most likely "

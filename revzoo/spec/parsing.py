@@ -14,6 +14,8 @@ from typing import (
     Annotated,
     Any,
     Literal,
+    NotRequired,
+    Required,
     TypeVar,
     Union,
     cast,
@@ -310,7 +312,7 @@ def _read_members(
     for key, item in written.items():
         if key not in members:
             replacement = _hint_at_replacement(node, item)
-            hint = replacement or _hint_at_key(key, [*members, *others])
+            hint = replacement or _hint_at_key(key, {*members, *others} - {key})
             problem = item.problem(_keys(members), f"the unknown key {key!r}", hint)
             problems.append(problem if replacement else _UnknownKeyProblem(**vars(problem)))
     values = {}
@@ -342,7 +344,10 @@ def _hint_at_key(key: object, known: Collection[str]) -> str:
 def _members(cls: Any) -> dict[str, _Member]:
     hints = get_type_hints(cls, include_extras=True)
     if is_typeddict(cls):
-        return {name: _Member(hint, name in cls.__required_keys__) for name, hint in hints.items()}
+        inner = {
+            name: get_args(hint)[0] if get_origin(hint) in (Required, NotRequired) else hint for name, hint in hints.items()
+        }
+        return {name: _Member(hint, name in cls.__required_keys__) for name, hint in inner.items()}
     return {
         f.name: _Member(hints[f.name], f.default is NO_DEFAULT and f.default_factory is NO_DEFAULT)
         for f in fields(cls)

@@ -262,7 +262,7 @@ def _apply(base: YamlNode, value: YamlNode, depth: int = 0) -> YamlNode:
         return replace(base, value=items | {key: _apply(items.get(key, base.missing(key)), value, depth + 1)})
     if not isinstance(items, list):
         received = f"{key!r} inside {base.problem('').received}"
-        allowed = f"another value for {here}, such as {{type: NAME, ...}}"
+        allowed = f"another value for {here}" + (", such as {type: NAME, ...}" if isinstance(items, str) else "")
         raise SpecError([SpecProblem(OVERRIDE, value.path, received, allowed)])
     if not key.isdecimal() or int(key) >= len(items):
         received = f"index {key} into a list of {len(items)}"

@@ -31,6 +31,8 @@ from safetensors import SafetensorError
 from revzoo.checkpoint.files import find_weights
 from revzoo.errors import CheckpointError, InputError, RevzooError, quote
 from revzoo.file import sync, write_text
+from revzoo.format import count_noun
+from revzoo.metric import CHOSEN
 from revzoo.spec.names import BEST_WEIGHTS, find_beside, find_inside
 from revzoo.training.terminal import has_lost_others
 
@@ -41,6 +43,7 @@ _TEMPORARY = re.compile(
     r"(config\.yaml|spec\.yaml|classes\.json|tokenizer\.json|metrics\.jsonl|plan\.json|curves\.png|"
     r"[\w-]+\.safetensors(\.index\.json)?)\.partial"
 )
+_DRAWN = {"epoch", "train_loss", "loss", CHOSEN.key}  # what the curves need of every record
 LOCK_SECONDS = 10.0  # a killed run's processes that load data may hold its lock a little longer
 
 
@@ -265,14 +268,16 @@ class RunFolder:
             CheckpointError: a line is damaged.
         """
         text = self.metrics.read_text(encoding="utf-8", errors="replace") if self.metrics.is_file() else ""
-        records = []
-        for number, line in enumerate(text.split("\n")[:-1], 1):
-            try:
-                records.append(json.loads(line))
-            except ValueError as error:
-                message = f"Line {number} of {self.metrics} is not the metrics of an epoch. Delete that line to go on."
-                raise CheckpointError(message) from error
-        return records
+        return [self._parse_record(number, line) for number, line in enumerate(text.split("\n")[:-1], 1)]
+
+    def _parse_record(self, number: int, line: str) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and all(type(record.get(key)) in (int, float) for key in _DRAWN):
+            return record
+        raise CheckpointError(f"Line {number} of {self.metrics} is not the metrics of an epoch. Delete that line to go on.")
 
     def append_record(self, record: dict[str, Any]) -> None:
         """Add the metrics of an epoch."""
@@ -282,7 +287,16 @@ class RunFolder:
             sync(self.metrics)
 
     def drop_records_after(self, epoch: int) -> None:
-        """Drop the metrics of epochs after `epoch`, which a resumed run does again. Raises as `read_records`."""
+        """Drop the metrics of epochs after `epoch`, which a resumed run does again.
+
+        Raises:
+            CheckpointError: the metrics are missing or damaged.
+        """
+        if epoch and not self.metrics.is_file():
+            raise CheckpointError(
+                f"There is no {self.metrics}, the metrics of {count_noun(epoch, 'epoch')}. Put it back, or an empty file to go "
+                "on."
+            )
         kept = [json.dumps(record) + "\n" for record in self.read_records() if record["epoch"] <= epoch]
         write_text(self.metrics, "".join(kept))
 

@@ -255,11 +255,11 @@ def test_a_hub_that_refuses_is_named(fake_hub, monkeypatch):
 
 @pytest.mark.parametrize("repository", ["digits", "a/b/c", "me/"])
 def test_a_repository_is_an_owner_and_a_name(repository, fake_hub):
-    with pytest.raises(InputError, match=r"A repository of the hub is OWNER/NAME\. Received: "):
+    with pytest.raises(InputError, match=r"OWNER/NAME on the hub\. Received: "):
         revzoo.create(f"hf-hub:{repository}")
-    with pytest.raises(InputError, match=r"A repository of the hub is OWNER/NAME\. Received: "):
+    with pytest.raises(InputError, match=r"OWNER/NAME on the hub\. Received: "):
         revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"]).push_to_hub(repository)
-    with pytest.raises(InputError, match=r"A repository of the hub is OWNER/NAME\. Received: 'rev_vit_digits'"):
+    with pytest.raises(InputError, match=r"OWNER/NAME on the hub\. Received: 'rev_vit_digits'"):
         revzoo.Model.from_pretrained("rev_vit_digits")
     assert fake_hub.calls == []
 

@@ -323,3 +323,27 @@ def test_a_node_keeps_its_input_and_its_expensive_outputs():
         del out
     statistics = 2 * 4 * C
     assert kept == {"store": 3 * IMAGE + statistics, "selective": 2 * IMAGE, "recompute": IMAGE}
+
+
+def test_a_product_that_is_written_unseen_is_computed_again():
+    """NumPy's writes raise no version, and no dispatch mode sees them."""
+
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.inner(x)
+            h.detach().numpy()[...] *= 1.5
+            return self.outer(h.sin())
+
+    torch.manual_seed(0)
+    chain = ReversibleChain([Writing() for _ in range(4)])
+    gradients = []
+    for mode in ("store", "selective", "selective", "selective", "selective"):
+        chain.schedule = mode
+        chain(*torch.ones(2, B, N, D).requires_grad_().unbind())[1].square().sum().backward()
+        gradients.append([p.grad for p in chain.parameters()])
+        chain.zero_grad()
+    assert all(torch.equal(*pair) for each in gradients[1:] for pair in zip(gradients[0], each, strict=True))

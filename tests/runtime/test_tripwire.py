@@ -282,3 +282,15 @@ def test_a_constant_stream_in_front_of_a_norm_is_no_difference(norm, filler, see
     x1, x2 = torch.randn(64, 16), torch.full((64, 16), filler, requires_grad=True)
     y1, y2 = ReversibleChain(steps)(x1, x2)
     (y1 * y2).sum().backward()
+
+
+def test_what_is_finite_beside_infinities_is_compared():
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            h = (x + random.random()).masked_fill(x > 1, -math.inf)
+            return h.atan()
+
+    chain = ReversibleChain([Noisy()])
+    chain.schedule = "recompute"
+    with pytest.raises(RecoveryError, match=r"^steps\.0 ran differently"):
+        run(chain)

@@ -16,7 +16,7 @@ _QUERY = re.compile(r"(^|\.)q(_proj)?(?=\.[^.]*$)")  # the module in a key
 def merge_qkv(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors with each X.q, X.k and X.v stacked as X.qkv, as timm has it, and a note on it.
 
-    A set stays as it is if one of the three is missing (such as biases of q and v alone).
+    A set stays as it is if one of the three is missing (such as biases of q and v alone), or X.qkv is there already.
 
     Args:
         tensors: a state dict; X.q_proj, X.k_proj and X.v_proj are stacked as well.
@@ -24,8 +24,9 @@ def merge_qkv(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[st
     result, count = dict(tensors), 0
     for key in tensors:
         names = [_QUERY.sub(rf"\1{name}\2", key) for name in "qkv"]
-        if len({*names}) == 3 and all(name in tensors for name in names):
-            result[_QUERY.sub(r"\1qkv", key)] = torch.cat([result.pop(name) for name in names])
+        merged = _QUERY.sub(r"\1qkv", key)
+        if len({*names}) == 3 and all(name in tensors for name in names) and merged not in tensors:
+            result[merged] = torch.cat([result.pop(name) for name in names])
             count += 1
     if not count:
         return result, []

@@ -96,5 +96,5 @@ def tabulate_ranks(ranks: RankPlan) -> RenderableType:
     }
     own = fill(Table(), ("one rank holds", "bytes"), [(name, format_bytes(size)) for name, size in sizes.items()])
     sent = [(kind, str(collective.calls), format_bytes(collective.bytes)) for kind, collective in ranks.collectives.items()]
-    collectives = fill(Table(), ("a training step sends by", "calls", "bytes of a rank"), sent)
+    collectives = fill(Table(), ("a training step sends by", "calls", "bytes of a rank"), sent) if sent else "Nothing is sent."
     return Group(f"{str(ranks.division).capitalize()}: each rank has its own batch.", own, collectives)

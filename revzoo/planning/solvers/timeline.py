@@ -29,6 +29,7 @@ maximum in place of a sum.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -125,10 +126,10 @@ def _find_if_nothing_is_left(problem: Problem, budget: int) -> Schedule | None:
     """Return the cheapest schedule that fits if units leave nothing until forward ends; None where nothing does."""
     budget = min(budget, _ABOVE_ALL)
     layers = _reach_search_states(problem, budget)
-    try:
+    with suppress(_TooManyError):
         return _search(problem, layers, budget)
-    except _TooManyError:
-        return _search(problem, layers, budget, most=max(1, _MANY // sum(map(len, layers))))
+    # Outside of the block, where the error no longer holds the partial solutions of the first search.
+    return _search(problem, layers, budget, most=max(1, _MANY // sum(map(len, layers))))
 
 
 def _reach_search_states(problem: Problem, budget: int) -> list[_Layer]:
