@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from revzoo.planning.solvers.problem import Option, Problem, Unit
-from revzoo.planning.solvers.schedule_cost import peak
+from revzoo.planning.solvers.schedule_totals import peak
 from revzoo.planning.solvers.timeline import minimize_peak
 from revzoo.runtime.mode import Mode
 

@@ -33,7 +33,7 @@ import revzoo
 from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.flops import FlopCounter, count_flops
 from revzoo.planning.solvers.problem import Problem
-from revzoo.planning.solvers.schedule_cost import cost, list_phase_peaks, peak
+from revzoo.planning.solvers.schedule_totals import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 from revzoo.runtime import ReversibleChain
 from revzoo.runtime.live_bytes import LiveBytes

@@ -1,6 +1,6 @@
 """The planner's searches: whether they are exact, how fast they are, and how the published additive knapsack compares.
 
-Peaks and budgets are those of `revzoo.planning.solvers.schedule_cost.peak`, which `planning_network.py` compares with counted
+Peaks and budgets are those of `revzoo.planning.solvers.schedule_totals.peak`, which `planning_network.py` compares with counted
 steps.
 """
 
@@ -14,7 +14,7 @@ from planning_chain import arbitrary, every_schedule, like_network, of_kinds, on
 
 from revzoo.planning.solvers.knapsack import solve_knapsack
 from revzoo.planning.solvers.problem import Problem
-from revzoo.planning.solvers.schedule_cost import cost, peak
+from revzoo.planning.solvers.schedule_totals import cost, peak
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 
 PARTS = (0.1, 0.3, 0.5, 0.7, 0.9)  # of the range from the least possible peak to that of storing everything

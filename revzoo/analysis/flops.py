@@ -17,6 +17,8 @@ from revzoo.analysis.dry_run import call, isolated, linear_loss
 from revzoo.runtime.operations import ATTENTION, find_registered_formulas
 from revzoo.runtime.replaced_call import is_replaced
 
+FLOPS_PER_BYTE = 16  # what a device computes while it moves a byte: the price of moved bytes in plans that are not timed
+FLOPS_PER_BYTE = 16  # what a device computes while it moves a byte: the price of moved bytes in plans that are not timed
 Formula = Callable[..., int]  # called with the operation's arguments and, as `out_val`, what it returned
 
 

@@ -1,4 +1,4 @@
-"""Tars in the layout of WebDataset: the files of an example share a name up to its first dot, as 000123.jpg and 000123.cls.
+"""Tars in the layout of WebDataset: the files of an example share a name up to its first dot, as 000123.png and 000123.cls.
 
 The headers of all tars are read once; then an image is read from its place in its tar, in any order. So the order of an epoch
 is that of any other data, every example is seen once, and a run goes on in the middle of an epoch. timm's reader streams

@@ -18,7 +18,7 @@ from revzoo.data.options import IMAGES
 class StoredImages(Dataset[tuple[Any, int]]):
     """Images with their labels, decoded when they are asked for; a broken image is an error.
 
-    What derives from it says where an image is and what it is called.
+    Subclasses say where an image is and what it is called.
 
     Args:
         labels: the class of each image.

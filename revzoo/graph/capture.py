@@ -227,7 +227,12 @@ def _copy(graph: GraphModule) -> GraphModule:
 
 
 def capture_calls(module: nn.Module, backend: Callable[[GraphModule, Sequence[Any]], Runner]) -> Runner:
-    """Return what calls the module through `backend`: a graph and inputs in, what runs it out. The module stays as it is."""
+    """Return a function that calls the module under `torch.compile`. The module stays as it is.
+
+    Args:
+        module: the module.
+        backend: gets each captured graph with its inputs, and returns the function that runs it.
+    """
 
     def call_module(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)

@@ -6,12 +6,11 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from revzoo.analysis.dry_run import LossFunction
-from revzoo.analysis.flops import FlopCounterOfReplacedCalls
+from revzoo.analysis.flops import FLOPS_PER_BYTE, FlopCounterOfReplacedCalls
 from revzoo.graph.call_times import CallTimes
 from revzoo.graph.capture import Capture
 from revzoo.graph.front import Front
 from revzoo.graph.recovery import Observer, Slot
-from revzoo.graph.span_choices import FLOPS_PER_BYTE
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Spans
 from revzoo.graph.step_record import Record
@@ -171,12 +170,12 @@ def count_step(captured: Capture, spans: Spans, loss: LossFunction | None = None
 def describe_step(
     counted: SpannedStep, step: Record, front: Front, *, other_bytes: int, more_flops: int, times: CallTimes | None
 ) -> PlanDetails:
-    """Return what a counted step does, and what others would take.
+    """Return the phases and calls of a counted step, and peak and work of the plans for other budgets.
 
     Args:
         counted: with the chosen spans.
         step: the record of the module.
-        front: of all plans.
+        front: peak and work of the best plan for each budget.
         other_bytes: alive during the whole step, besides what the record knows.
         more_flops: of storing everything here than where chains store too.
         times: of the calls.

@@ -15,12 +15,12 @@ from typing import Protocol
 
 import numpy as np
 
+from revzoo.analysis.flops import FLOPS_PER_BYTE
 from revzoo.graph.step_record import Record, find_first
 
 _LONGEST = 24  # leaves in a span
 _LONGEST_INSIDE = 6  # leaves that a span overlaps, where it begins or ends inside one
 _SUBSETS = 8  # of what a span may keep
-FLOPS_PER_BYTE = 16  # as for the zoo's plans: what a device computes while it moves a byte
 
 
 @dataclass(frozen=True)

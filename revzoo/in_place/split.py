@@ -176,8 +176,8 @@ class _Trial:
             run(x)
         returns = {path: map_tensors(lambda _: None, value) for path, value in returned.items()}
         branches = (
-            self._add_idle(self._make_branch(first, second, returns), run, x, rest, returns),
-            self._add_idle(self._make_branch(second, first, returns), run, x, rest, returns),
+            self._silence_idle(self._make_branch(first, second, returns), run, x, rest, returns),
+            self._silence_idle(self._make_branch(second, first, returns), run, x, rest, returns),
         )
         self._require_single_statistics(branches)
         for training in (False, True):
@@ -235,10 +235,10 @@ class _Trial:
             )
         return Branch(parts, {path: returns.get(path) for path in other}, needed)
 
-    def _add_idle(
+    def _silence_idle(
         self, branch: Branch, run: Callable[[Tensor], Any], x: Tensor, rest: Sequence[str], returns: Mapping[str, Any]
     ) -> Branch:
-        """Return the branch without what need not run either: the other branch's norms, dropout and scales."""
+        """Return the branch with more submodules silenced: what gets only zeros once the other branch is silent."""
         given = dict[str, bool]()  # of each submodule that is given a state: whether it is anything but zeros
         with ExitStack() as stack, torch.enable_grad(), silence(self._block, branch, self._name, x.dtype):
             for path in rest:

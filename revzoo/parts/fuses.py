@@ -101,10 +101,11 @@ class Last(NormedFuse):
 
 @fuses.register("pooled_concat")
 class PooledConcat(nn.Module):
-    """Pool each stream over its pixels, then concatenate what is left of them.
+    """Pool each stream over height and width, then concatenate along channels.
 
     For a head that pools anyway: the streams are never joined at full size, and their gradients come apart, so that each is
-    freed when the step it belongs to has used it. One tensor (`split: none`) is pooled in the halves that layers leave apart.
+    freed when the step it belongs to has used it. One tensor (`split: none`) may come as halves of its channels, each
+    pooled by itself.
 
     Shapes: x1, x2: (B, C, H, W) -> (B, 2 C, 1, 1); one tensor of C channels -> (B, C, 1, 1).
     Args:

@@ -54,7 +54,7 @@ def count_model_bytes(model: nn.Module) -> int:
 
 
 def free_bytes(device: torch.device | str) -> int:
-    """Return the memory that is free on a device now [bytes]; "cpu" is the whole machine."""
+    """Return the memory that is free on a device now [bytes]; on "cpu", what is available in the machine."""
     return _read_memory(device)[0]
 
 

@@ -10,7 +10,7 @@ from revzoo.planning.plan import Plan
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.inversion_limit import place_anchors
 from revzoo.planning.profiling.profile import Profile
-from revzoo.planning.solvers.schedule_cost import cost, peak
+from revzoo.planning.solvers.schedule_totals import cost, peak
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 from revzoo.runtime.mode import Mode
 

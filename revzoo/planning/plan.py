@@ -14,7 +14,7 @@ from revzoo.format import format_bytes, format_seconds, format_spread
 from revzoo.planning.profiling.hooks import assign_schedule, list_units
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.planning.solvers import Solver
-from revzoo.planning.solvers.schedule_cost import PhasePeak
+from revzoo.planning.solvers.schedule_totals import PhasePeak
 from revzoo.runtime.mode import MODES, Mode
 from revzoo.runtime.schedule import check_schedule
 

@@ -24,7 +24,7 @@ from revzoo.planning.setting import Setting
 from revzoo.planning.solvers import Solver
 from revzoo.planning.solvers.knapsack import solve_knapsack
 from revzoo.planning.solvers.problem import Problem
-from revzoo.planning.solvers.schedule_cost import cost, list_phase_peaks, peak
+from revzoo.planning.solvers.schedule_totals import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import find_schedule, minimize_peak
 from revzoo.runtime.lookahead import LookaheadOption, check_lookahead
 from revzoo.runtime.mode import Mode

@@ -81,7 +81,8 @@ class Coupling:
 
         A subclass may return one whose `advance` and `invert` have coefficients for each example; `advance` must save nothing
         for backward. The subclass's own `b` must be the smallest of these in magnitude. The step's update holds the returned
-        coupling until backward. `chain.inverse` and a grid use the subclass itself, so its `require_exact` has to raise.
+        coupling until backward. `chain.inverse` and steps on a grid refuse such a
+        subclass.
         """
         return self
 

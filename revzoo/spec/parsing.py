@@ -135,7 +135,7 @@ def _point_elsewhere(problem: SpecProblem, known: Iterable[str]) -> SpecProblem:
 
 
 def to_plain(value: Any) -> Any:
-    """Turn an instance that `parse` returned back into dicts, lists and scalars, with all defaults written out."""
+    """Turn what `parse` returned back into dicts, lists and scalars, with the defaults of all but parts' arguments."""
     if isinstance(value, Part):
         return {"type": value.type, **to_plain(value.arguments)}
     if is_dataclass(value):

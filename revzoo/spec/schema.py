@@ -153,7 +153,7 @@ class Spec:
         twin: the ordinary network whose reversible version this is, if there is one.
         expect: numbers that the built model must have.
         file: the file that the spec was read from.
-        places: of each value that was written, the file, or "override".
+        places: where each value was written, by its dotted path: the name of a file, or "override".
     """
 
     name: str
@@ -183,7 +183,7 @@ class Spec:
         return self.block.drop_path
 
     def to_yaml(self) -> str:
-        """Return the spec as self-contained YAML: without base and overrides, and with every default written out.
+        """Return the spec as self-contained YAML: without base and overrides, with the defaults of all but parts' arguments.
 
         What a stage takes from the block is written there alone, so that an override of the block reaches the stage.
         """
@@ -198,7 +198,8 @@ class Spec:
     def digest(self) -> str:
         """SHA-256, in hex, of the architecture: of everything but name, sources, expect and twin.
 
-        Formatting, key order, inheritance and `4` instead of `4.0` do not change it. Writing out an argument's default does.
+        Formatting, key order, inheritance and `4` instead of `4.0` do not change it. Writing out an argument of a part does,
+        even with its default.
         """
         facts = {key: value for key, value in to_plain(self).items() if key not in (*STATEMENTS, "block")}
         facts |= {"coupling": to_plain(self.coupling), "drop_path": to_plain(self.drop_path)}

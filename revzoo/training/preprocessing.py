@@ -60,13 +60,13 @@ def _adopt_tokenizer(recipe: Recipe, config: dict[str, Any]) -> tuple[Recipe, li
     if text.tokenizer is None:
         note = f"the tokenizer is that of the weights, {known} (data.text.tokenizer sets another)"
         return replace(recipe, data=replace(recipe.data, text=replace(text, tokenizer=known))), [note]
-    if _is_same_file(known, text.tokenizer):
+    if _have_same_content(known, text.tokenizer):
         return recipe, []
     return recipe, [f"the weights have another tokenizer, {known}: what they learnt of its ids is lost"]
 
 
-def _is_same_file(name: str, other: str) -> bool:
-    """Return whether two files are there, and hold the same."""
+def _have_same_content(name: str, other: str) -> bool:
+    """Return whether both names are files, with equal contents."""
     files = Path(name), Path(other)
     return all(map(Path.is_file, files)) and filecmp.cmp(*files, shallow=False)
 

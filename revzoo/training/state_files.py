@@ -119,7 +119,7 @@ def _ordinary_errors() -> Iterator[None]:
 class StateWriter(FileSystemWriter):
     """Writes a folder. When the files of all processes are on the disk, the first process completes it.
 
-    torch.distributed.checkpoint raises an error of one process, also of that, in all of them.
+    torch.distributed.checkpoint raises an error of one process, also of `complete`, in all of them.
 
     Args:
         folder: of a file system that all processes see.

@@ -11,7 +11,7 @@ from revzoo.display.figures.plan import plot_plan
 from revzoo.display.style import MODE_COLORS
 from revzoo.planning.plan import Plan
 from revzoo.planning.setting import Setting
-from revzoo.planning.solvers.schedule_cost import PhasePeak
+from revzoo.planning.solvers.schedule_totals import PhasePeak
 
 MIB = 1 << 20
 WHERE = Setting("a_model_with_$_and_%_in_its_name", "0" * 64, "float32", "cpu", True, False, ("[4, 3, 8, 8] float32",))

@@ -10,7 +10,7 @@ from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import BudgetError, InputError, PlanError
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import assign_schedule, list_units
-from revzoo.planning.solvers.schedule_cost import peak
+from revzoo.planning.solvers.schedule_totals import peak
 from revzoo.planning.solvers.timeline import minimize_peak
 from tests.in_place.networks import TEXT, Tanh, Toy, assert_equal, llama, train_step
 

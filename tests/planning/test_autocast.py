@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import revzoo
 from revzoo.analysis.dry_run import isolated, leave_autocast, linear_loss
 from revzoo.planning.profiling.count import count, count_peak
-from revzoo.planning.solvers.schedule_cost import peak
+from revzoo.planning.solvers.schedule_totals import peak
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 
 WEIGHT = 64 * 64

@@ -12,7 +12,7 @@ from revzoo.planning.profiling import profile as profiles
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.timing import Median, Timing
 from revzoo.planning.solvers.problem import Problem
-from revzoo.planning.solvers.schedule_cost import peak
+from revzoo.planning.solvers.schedule_totals import peak
 
 LOW, HIGH = 4, 12
 

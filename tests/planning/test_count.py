@@ -15,7 +15,7 @@ from revzoo.planning.profiling.derivation import build_problem
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.trace import Mark, Trace
 from revzoo.planning.solvers.problem import Problem
-from revzoo.planning.solvers.schedule_cost import cost, list_phase_peaks, peak
+from revzoo.planning.solvers.schedule_totals import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import solve_timeline
 from revzoo.runtime import LiveBytes, ReversibleChain, SpaceToDepth
 from revzoo.runtime.layout import LayoutEntry

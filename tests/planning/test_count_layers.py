@@ -13,7 +13,7 @@ from revzoo.invertible import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLe
 from revzoo.planning.planner import enforce_budget
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import list_units
-from revzoo.planning.solvers.schedule_cost import cost, peak
+from revzoo.planning.solvers.schedule_totals import cost, peak
 from revzoo.runtime import LayerChain, ReversibleChain, SpaceToDepth
 
 NETWORKS = {

@@ -4,7 +4,7 @@ from itertools import product
 
 from revzoo.planning.solvers.knapsack import solve_knapsack
 from revzoo.planning.solvers.problem import Option, Problem, Unit
-from revzoo.planning.solvers.schedule_cost import cost, peak
+from revzoo.planning.solvers.schedule_totals import cost, peak
 from revzoo.planning.solvers.timeline import solve_timeline
 from revzoo.runtime.mode import Mode
 

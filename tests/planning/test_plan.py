@@ -15,7 +15,7 @@ from revzoo.planning.plan import Plan
 from revzoo.planning.planner import enforce_budget
 from revzoo.planning.profiling.profile import Profile
 from revzoo.planning.solvers import timeline
-from revzoo.planning.solvers.schedule_cost import cost
+from revzoo.planning.solvers.schedule_totals import cost
 from revzoo.planning.solvers.timeline import find_schedule
 from revzoo.runtime import ReversibleChain
 

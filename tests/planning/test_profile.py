@@ -11,7 +11,7 @@ from revzoo.errors import InputError
 from revzoo.planning.profiling import profile as module
 from revzoo.planning.profiling import timing
 from revzoo.planning.profiling.count import count
-from revzoo.planning.solvers.schedule_cost import cost, peak
+from revzoo.planning.solvers.schedule_totals import cost, peak
 from revzoo.planning.solvers.timeline import minimize_peak
 from revzoo.runtime import ReversibleChain
 

@@ -12,7 +12,7 @@ from revzoo.planning.profiling.count import count, count_peak
 from revzoo.planning.ranks.division import Division, count_rank_bytes
 from revzoo.planning.ranks.rank_copy import Collective, divide_copy
 from revzoo.planning.ranks.rank_plan import plan_ranks
-from revzoo.planning.solvers.schedule_cost import peak
+from revzoo.planning.solvers.schedule_totals import peak
 from revzoo.runtime.live_bytes import LiveBytes
 
 BATCH = 4

@@ -7,7 +7,7 @@ import pytest
 
 from revzoo.planning.solvers import timeline
 from revzoo.planning.solvers.problem import Option, Problem, Unit
-from revzoo.planning.solvers.schedule_cost import PhasePeak, cost, list_phase_peaks, peak
+from revzoo.planning.solvers.schedule_totals import PhasePeak, cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import find_schedule, minimize_peak, solve_timeline
 from revzoo.runtime.mode import Mode
 

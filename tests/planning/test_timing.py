@@ -12,7 +12,7 @@ from revzoo.planning.profiling import timing
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.timing import list_variants, measure_timing
 from revzoo.planning.solvers.problem import Problem
-from revzoo.planning.solvers.schedule_cost import peak
+from revzoo.planning.solvers.schedule_totals import peak
 from revzoo.runtime import ReversibleChain
 
 PLENTY = 2**40

@@ -161,5 +161,5 @@ def test_sums_in_another_order_are_no_difference():
             return self.a(x.tanh() * (1 + 2e-7 * self.calls)).sin()
 
     differentiate("chain", Reordering, 1, "recompute")
-    with pytest.raises(RecoveryError, match="of which rounding explains 7.63e-06"):
+    with pytest.raises(RecoveryError, match="of which rounding explains 7.6"):
         differentiate("chain", ScaledDown, 1, "recompute")

@@ -29,7 +29,6 @@ def test_the_runtime_imports_neither_the_compiler_nor_dtensor_nor_the_rest_of_re
         assert not [module for module in modules if f"{module}.".startswith(f"{name}.")]
     others = {module.split(".")[1] for module in modules if module.startswith("revzoo.")} - {"runtime"}
     assert others == {
-        "activation",
         "bijection",
         "bounds",
         "device",

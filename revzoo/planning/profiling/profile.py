@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from revzoo.analysis.dry_run import LossFunction, memory_errors, require_whole
+from revzoo.analysis.flops import FLOPS_PER_BYTE
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.format import format_bytes
 from revzoo.planning.budget import count_model_bytes, free_bytes, parse_budget
@@ -16,11 +17,10 @@ from revzoo.planning.profiling.inversion_limit import measure_inversion_limit, p
 from revzoo.planning.profiling.timing import Timing, measure_timing, measure_workspace, price_by_time
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.planning.solvers.problem import Problem, reprice
-from revzoo.planning.solvers.schedule_cost import cost
+from revzoo.planning.solvers.schedule_totals import cost
 from revzoo.planning.solvers.timeline import minimize_peak
 
 # What a device computes in float32 while it moves a byte: about 14 on an H200 (67 TFLOP/s, 4.8 TB/s).
-_FLOPS_PER_BYTE = 16
 
 
 @dataclass(frozen=True)
@@ -144,4 +144,4 @@ def _find_allowance(model: nn.Module, budget: str | int | None) -> int:
 
 def price_by_work(memory: Problem) -> Problem:
     """Return the problem with a price for bytes added to the FLOPs, as FLOPs alone would make norms and activations free."""
-    return reprice(memory, lambda k, variant, option: option.cost + _FLOPS_PER_BYTE * option.made_bytes)
+    return reprice(memory, lambda k, variant, option: option.cost + FLOPS_PER_BYTE * option.made_bytes)

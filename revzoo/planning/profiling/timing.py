@@ -28,7 +28,7 @@ from revzoo.analysis.dry_run import LossFunction, call, compute_loss, isolated, 
 from revzoo.device import forget_peak, has_streams
 from revzoo.planning.profiling.hooks import StepHooks, assign_schedule, list_units
 from revzoo.planning.solvers.problem import Problem, Unit, reprice
-from revzoo.planning.solvers.schedule_cost import peak
+from revzoo.planning.solvers.schedule_totals import peak
 from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import LookaheadOption
@@ -80,7 +80,7 @@ def make_clock(device: torch.device, *, elapsed: bool = False) -> Clock:
     if device.type != "cuda":
 
         def read() -> float:
-            if has_streams(device):
+            if device.type not in ("cpu", "meta"):
                 torch.accelerator.synchronize(device)
             return time.perf_counter()
 

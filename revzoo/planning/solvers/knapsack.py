@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from revzoo.planning.solvers.problem import Option, Problem, Unit
-from revzoo.planning.solvers.schedule_cost import Edge, follow_schedule, loss_need_bytes, peak
+from revzoo.planning.solvers.schedule_totals import Edge, follow_schedule, loss_need_bytes, peak
 from revzoo.planning.solvers.timeline import solve_timeline
 from revzoo.runtime.mode import Mode
 

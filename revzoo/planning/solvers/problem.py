@@ -6,7 +6,7 @@ only the pair of states after it. Backward visits the units in reverse and frees
 during unit k is therefore what the preceding units keep, a prefix sum, plus what the unit itself needs. Under autocast a unit
 also leaves casts of its weights until forward ends: during the forward of unit k, what the preceding ones have left counts too.
 
-A schedule gives each unit one of its modes; what it takes is in `schedule_cost.py`.
+A schedule gives each unit one of its modes; what it takes is in `schedule_totals.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from revzoo.planning.solvers.problem import Option, Problem
-from revzoo.planning.solvers.schedule_cost import Edge, Place, cost, list_edges, loss_need_bytes, peak
+from revzoo.planning.solvers.schedule_totals import Edge, Place, cost, list_edges, loss_need_bytes, peak
 from revzoo.runtime.mode import Mode
 
 _Partials = NDArray[np.int64]  # partial solutions, one per column; by rising bytes and falling cost
