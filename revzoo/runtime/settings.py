@@ -4,9 +4,10 @@ Backward may run under other settings than forward: outside autocast, outside `t
 such as `torch.backends.cudnn.benchmark` was changed. A second run needs those of the first.
 """
 
+import sys
 from collections.abc import Callable
 from functools import cache, partial
-from operator import call
+from operator import call, truediv
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and 
 
 def _precision(*names: str) -> _Setting:
     return partial(_C._get_fp32_precision_getter, *names), partial(_C._set_fp32_precision_setter, *names)
+
+
+# PyTorch has no function that tells whether numbers below the least normal one become 0; Python's numbers do with them.
+_read_least: Callable[[], float] = partial(truediv, sys.float_info.min, 2)
+
+
+def _set_least(value: float) -> None:
+    torch.set_flush_denormal(value == 0)
 
 
 _NO_DEVICE = torch.device("cpu")
@@ -40,6 +49,7 @@ _OF_DEVICE: dict[str, list[_Setting]] = {
     "cpu": [
         *_EVERYWHERE,
         (torch.get_num_threads, torch.set_num_threads),
+        (_read_least, _set_least),
         (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
         _precision("mkldnn", "matmul"),
         _precision("mkldnn", "conv"),

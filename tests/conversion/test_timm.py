@@ -164,7 +164,8 @@ def test_named_models_are_read_without_weights(make_converter, name, tensors, st
 
 def test_dropout_and_its_rates_are_read():
     spec = SOURCES["vit"].make_spec(vit(drop_rate=0.1, drop_path_rate=0.3), CouplingChoice())
-    assert spec["head"]["dropout"] == 0.1
+    of_mvit = SOURCES["mvit"].make_spec(mvit({"drop_rate": 0.2}), CouplingChoice())
+    assert (spec["head"]["dropout"], of_mvit["head"]["dropout"]) == (0.1, 0.2)
     assert spec["block"]["drop_path"] == {"max": pytest.approx(0.3), "rule": "linear", "transitions": False}
     assert spec["block"]["coupling"] == {"type": "momentum", "kept_bits": 8, "gain": 1.0, "residual": True}
 

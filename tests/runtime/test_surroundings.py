@@ -438,3 +438,31 @@ def test_parameters_without_a_shape_are_refused(schedule):
     with torch.no_grad():
         chain(*streams)
     compare(chain.double(), schedule)
+
+
+def test_denormal_numbers_are_flushed_as_in_forward():
+    class Tiny(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.layer(x * 1e-41) * 1e38).tanh()
+
+    torch.manual_seed(0)
+    chain = ReversibleChain([Tiny() for _ in range(3)])
+    x1, x2 = torch.randn(2, 3, 4).requires_grad_().unbind()
+    gradients = []
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush")
+    try:
+        for mode in ("store", "recompute", "invert"):
+            chain.schedule = mode
+            torch.set_flush_denormal(True)
+            total = sum(y.square().sum() for y in chain(x1, x2))
+            torch.set_flush_denormal(mode == "store")
+            gradients.append(torch.autograd.grad(total, list(chain.parameters())))
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(torch.equal(*pair) for pair in zip(gradients[0], gradients[1], strict=True))
+    assert all(torch.allclose(*pair, rtol=1e-4) for pair in zip(gradients[0], gradients[2], strict=True))
