@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import revzoo
+from revzoo.analysis.dry_run import memory_errors
 from revzoo.analysis.twin import build_twin
-from revzoo.planning.profiling.timing import memory_errors
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import revzoo
 from revzoo.planning.batch import BatchRow, find_best_batch
+from revzoo.planning.profiling.clock import make_clock
 from revzoo.planning.profiling.count import count_peak
-from revzoo.planning.profiling.timing import make_clock
 from revzoo.planning.solvers.schedule_totals import peak
 from revzoo.planning.solvers.timeline import minimize_peak
 from revzoo.runtime import ReversibleChain

@@ -21,7 +21,7 @@ from revzoo.graph.atoms import Atom, bind_inputs, list_dead, prepare_calls, spli
 from revzoo.graph.capture import GraphCall, capture_calls, compute_digest
 from revzoo.graph.recovery import cut
 from revzoo.graph.refusal import explain_failures, require_uncompiled
-from revzoo.planning.profiling.timing import Median, combine_spreads, find_median, make_clock, repeat
+from revzoo.planning.profiling.clock import Median, combine_spreads, find_median, make_clock, repeat
 from revzoo.runtime.nested import map_tensors, tensors_in
 
 _ROUNDS = 5  # at least, besides a first one that warms up

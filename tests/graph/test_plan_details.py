@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import revzoo
 from revzoo.errors import InputError
 from revzoo.graph import ModulePlan, PlanDetails, call_times, plan_module
-from revzoo.planning.profiling.timing import Clock, Median
+from revzoo.planning.profiling.clock import Clock, Median
 
 BATCH = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 ROW = 16 * 8 * 4  # bytes of a result

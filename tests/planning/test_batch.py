@@ -9,8 +9,9 @@ from revzoo.errors import BudgetError, InputError
 from revzoo.planning import batch as batches
 from revzoo.planning.batch import find_best_batch
 from revzoo.planning.profiling import profile as profiles
+from revzoo.planning.profiling.clock import Median
 from revzoo.planning.profiling.count import count
-from revzoo.planning.profiling.timing import Median, Timing
+from revzoo.planning.profiling.timing import Timing
 from revzoo.planning.solvers.problem import Problem
 from revzoo.planning.solvers.schedule_totals import peak
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from revzoo.planning.profiling import timing
-from revzoo.planning.profiling.timing import Median, combine_spreads, find_median, repeat, smooth_rising
+from revzoo.planning.profiling import clock
+from revzoo.planning.profiling.clock import Median, combine_spreads, find_median, repeat, smooth_rising
 
 
 @pytest.fixture(autouse=True)
@@ -49,5 +49,5 @@ def test_rounds_end_when_the_spread_is_low_or_after_so_many():
 
 def test_there_is_one_round_however_long_it_takes(monkeypatch):
     now = itertools.count(step=121)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(now))
     assert list(repeat(4, lambda: 1.0)) == [0]

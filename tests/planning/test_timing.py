@@ -132,7 +132,7 @@ def test_more_rounds_where_samples_are_spread(noise, runs, monkeypatch):
 
 def test_the_clock_is_that_of_the_thread_except_where_a_second_one_works(monkeypatch):
     ticks = itertools.count()
-    monkeypatch.setattr("revzoo.planning.profiling.timing.time.thread_time", lambda: next(ticks))
+    monkeypatch.setattr("revzoo.planning.profiling.clock.time.thread_time", lambda: next(ticks))
     chain, batch = chain_of(2)
     # Marks at the beginning, two forwards, the loss, two backwards and the end.
     assert timing.measure_step_seconds(chain, batch, ("invert", "store")) == (6.0, 0.0)
