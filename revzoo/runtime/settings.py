@@ -7,7 +7,7 @@ such as `torch.backends.cudnn.benchmark` was changed. A second run needs those o
 import sys
 from collections.abc import Callable
 from functools import cache, partial
-from operator import call, truediv
+from operator import call
 from typing import Any
 
 import torch
@@ -20,12 +20,9 @@ def _precision(*names: str) -> _Setting:
     return partial(_C._get_fp32_precision_getter, *names), partial(_C._set_fp32_precision_setter, *names)
 
 
-# PyTorch has no function that tells whether numbers below the least normal one become 0; Python's numbers do with them.
-_read_least: Callable[[], float] = partial(truediv, sys.float_info.min, 2)
-
-
-def _set_least(value: float) -> None:
-    torch.set_flush_denormal(value == 0)
+def _flushes_denormals() -> bool:
+    # PyTorch has no function that tells whether numbers below the least normal one become 0; Python's numbers do with them.
+    return sys.float_info.min / 2 == 0
 
 
 _NO_DEVICE = torch.device("cpu")
@@ -49,7 +46,7 @@ _OF_DEVICE: dict[str, list[_Setting]] = {
     "cpu": [
         *_EVERYWHERE,
         (torch.get_num_threads, torch.set_num_threads),
-        (_read_least, _set_least),
+        (_flushes_denormals, torch.set_flush_denormal),
         (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
         _precision("mkldnn", "matmul"),
         _precision("mkldnn", "conv"),

@@ -1,5 +1,6 @@
 """What may be around a chain or inside its steps besides plain autograd: gradients of `store`, or an error that says why."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -462,7 +463,11 @@ def test_denormal_numbers_are_flushed_as_in_forward():
             total = sum(y.square().sum() for y in chain(x1, x2))
             torch.set_flush_denormal(mode == "store")
             gradients.append(torch.autograd.grad(total, list(chain.parameters())))
+            assert (sys.float_info.min / 2 == 0) == (mode == "store")  # Python's numbers are flushed too
     finally:
         torch.set_flush_denormal(False)
+    # Each autocast entered was left: the cache of its casts is otherwise never freed.
+    assert torch.autocast_increment_nesting() == 1
+    assert torch.autocast_decrement_nesting() == 0
     assert all(torch.equal(*pair) for pair in zip(gradients[0], gradients[1], strict=True))
     assert all(torch.allclose(*pair, rtol=1e-4) for pair in zip(gradients[0], gradients[2], strict=True))
