@@ -23,10 +23,10 @@ Classes of `reversible_(model, batch=batch)`:
     not examined        the network itself does not run, or the limit is passed
 
 Checks: gradients in training mode have the same bits with every block in `invert` as with every block in `store`; parameters
-that have gradients in the ordinary network have them; keys of the state dict, weights, configuration, attributes, hooks, training
-flags and the random stream are what they were; `ordinary_` gives back the outputs to the bit. Classes of `revzoo.plan`: planned,
-below the least budget, refused, crashed, wrong (gradients not to the bit of the unplanned network's, or a step that takes more
-than was promised).
+that have gradients in the ordinary network have them; keys of the state dict, weights, configuration, attributes, hooks,
+training flags and the random stream are what they were; `ordinary_` gives back the outputs to the bit. Classes of
+`revzoo.plan`: planned, below the least, refused, crashed, wrong (gradients not to the bit of the unplanned network's, or a step
+that takes more than was promised).
 """
 
 import argparse
@@ -39,7 +39,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any

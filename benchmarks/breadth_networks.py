@@ -5,12 +5,13 @@ Transformers' are made from their configurations by one table of small sizes, ti
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from breadth_others import OTHERS, make_other
+from torch import nn
 
 Network = Callable[[], tuple[nn.Module, Any]]
 
@@ -32,10 +33,10 @@ LIBRARIES = {  # name of the module: of the package
 _SIZES = {
     size: names.split()
     for size, names in {
-        32: "hidden_size d_model n_embd dim embed_dim emb_dim hidden_dim word_embed_proj_dim embedding_size encoder_hidden_size "
+        32: "hidden_size d_model n_embd dim embed_dim emb_dim hidden_dim word_embed_proj_dim embedding_size "
         "decoder_hidden_size projection_dim crossattention_hidden_size d_latents output_hidden_size out_hidden_size "
         "trigram_input_size input_embedding_size image_size img_size moe_intermediate_size shared_expert_intermediate_size "
-        "kv_lora_rank lru_width embed_dim_per_head out_dim backbone_out_channels_",
+        "kv_lora_rank lru_width encoder_hidden_size",
         64: "intermediate_size encoder_ffn_dim decoder_ffn_dim d_ff ffn_dim n_inner d_inner dim_feedforward ffn_hidden_size "
         "mlp_dim decoder_intermediate_size feed_forward_size max_position_embeddings n_positions max_source_positions "
         "max_target_positions n_ctx max_seq_len max_seq_length seq_length text_max_length max_2d_position_embeddings",
@@ -44,10 +45,10 @@ _SIZES = {
         "encoder_attention_heads decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads "
         "decoder_num_attention_heads num_self_attention_heads num_cross_attention_heads num_experts n_routed_experts "
         "num_local_experts moe_num_experts n_experts num_memory_blocks",
-        2: "num_key_value_heads num_kv_heads n_head_kv num_experts_per_tok moe_topk num_experts_per_token top_k_experts moe_k "
-        "eos_token_id decoder_start_token_id r_layers x_layers l_layers num_self_attends_per_block",
-        8: "head_dim d_kv d_head attention_head_dim attention_head_size kv_channels qk_rope_head_dim qk_nope_head_dim v_head_dim "
-        "mamba_d_head mamba_head_dim linear_key_head_dim linear_value_head_dim patch_size sliding_window",
+        2: "num_key_value_heads num_kv_heads n_head_kv num_experts_per_tok moe_topk num_experts_per_token top_k_experts "
+        "moe_k eos_token_id decoder_start_token_id r_layers x_layers l_layers num_self_attends_per_block",
+        8: "head_dim d_kv d_head attention_head_dim attention_head_size kv_channels qk_rope_head_dim qk_nope_head_dim "
+        "v_head_dim mamba_d_head mamba_head_dim linear_key_head_dim linear_value_head_dim patch_size sliding_window",
         16: "q_lora_rank state_size mamba_d_state ssm_state_size num_mel_bins",
         1: "bos_token_id n_group topk_group n_shared_experts",
         99: "vocab_size",
@@ -65,7 +66,7 @@ _LISTS: dict[str, Callable[[int], list[int]]] = {
     "image_size": lambda n: [32] * n,
 }
 
-_TRANSFORMERS = """
+_KINDS = """
 afmoe aimv2 albert altclip apertus arcee audio-spectrogram-transformer bamba bart beit bert bert-generation big_bird
 bigbird_pegasus biogpt bit bitnet blenderbot blenderbot-small blip bloom bridgetower camembert canine chinese_clip clip clipseg
 codegen cohere cohere2 conditional_detr convbert convnext convnextv2 ctrl cvt data2vec-audio data2vec-text data2vec-vision deberta
@@ -81,7 +82,7 @@ roc_bert roformer rwkv sam seed_oss segformer sew sew-d siglip smollm3 speech_to
 swiftformer swin swin2sr swinv2 switch_transformers t5 t5gemma tapas timesformer umt5 unispeech unispeech-sat videomae vilt
 visual_bert vit vit_mae vit_msn vitdet vivit wav2vec2 wav2vec2-bert wav2vec2-conformer wavlm whisper xglm xlm xlm-roberta
 xlm-roberta-xl xlnet xlstm xmod yolos yoso zamba2
-""".split()
+"""  # of Transformers
 _TINY_RESNET = {
     "model_type": "resnet",
     "embedding_size": 16,
@@ -99,7 +100,6 @@ _TINY_SWIN = {
     "out_features": ["stage1", "stage2", "stage3", "stage4"],
 }
 _DETR: dict[str, Any] = {"use_timm_backbone": False, "backbone": None, "backbone_config": _TINY_RESNET, "num_queries": 5}
-_TRIPLES: dict[str, Any] = {}
 _ARGUMENTS: dict[str, dict[str, Any]] = {  # what one type of Transformers needs besides the table
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
     "bit": {"num_groups": 4},
@@ -171,23 +171,22 @@ def _make_batch(model: Any) -> dict[str, Any]:
     return batch
 
 
+_AS_THEY_ARE = """
+test_byobnet test_coatnet test_convnext test_convnext2 test_convnext3 test_efficientnet test_mambaout test_maxvit test_nfnet
+test_resnet test_vit test_vit2 resnet18 resnet26 resnet26d resnetv2_18 res2net50_14w_8s resnest14d regnetx_002 regnety_002
+regnetz_005 nf_resnet26 hgnetv2_b0 dla46_c dpn48b densenet121 ese_vovnet19b_slim selecsls42 skresnet18 legacy_seresnet18 vgg11
+ghostnet_050 lcnet_050 mobilenetv3_small_050 mobilenetv4_conv_small_035 rexnet_100 starnet_s050 fasternet_t0 repvit_m0_9
+efficientvit_b0 edgenext_xx_small poolformer_s12 convformer_s18 caformer_s18 inception_next_atto swiftformer_xs mobilevit_xxs
+mobilevitv2_050 pvt_v2_b0 fastvit_t8 cs3darknet_focus_s hrnet_w18_small rdnet_tiny
+"""  # of timm; their images have 64 x 64 pixels
+_COLUMNS = """
+vit_tiny_patch16_224 deit_tiny_patch16_224 deit3_small_patch16_224 vit_small_patch14_reg4_dinov2 eva02_tiny_patch14_224
+cait_xxs24_224 xcit_nano_12_p16_224 mixer_s32_224 gmlp_ti16_224 resmlp_12_224
+"""  # of timm, with blocks of one width
 _TIMM: dict[str, dict[str, Any]] = {  # name: arguments; "side" is that of images
-    **dict.fromkeys(
-        """test_byobnet test_coatnet test_convnext test_convnext2 test_convnext3 test_efficientnet test_mambaout test_maxvit test_nfnet
-        test_resnet test_vit test_vit2 resnet18 resnet26 resnet26d resnetv2_18 res2net50_14w_8s resnest14d
-        regnetx_002 regnety_002 regnetz_005 nf_resnet26 hgnetv2_b0 dla46_c dpn48b densenet121 ese_vovnet19b_slim selecsls42
-        skresnet18 legacy_seresnet18 vgg11 ghostnet_050 lcnet_050 mobilenetv3_small_050 mobilenetv4_conv_small_035 rexnet_100
-        starnet_s050 fasternet_t0 repvit_m0_9 efficientvit_b0 edgenext_xx_small poolformer_s12 convformer_s18 caformer_s18
-        inception_next_atto swiftformer_xs mobilevit_xxs mobilevitv2_050 pvt_v2_b0 fastvit_t8 cs3darknet_focus_s hrnet_w18_small
-        rdnet_tiny""".split(),
-        {},
-    ),
-    **dict.fromkeys(
-        "vit_tiny_patch16_224 deit_tiny_patch16_224 deit3_small_patch16_224 vit_small_patch14_reg4_dinov2 "
-        "eva02_tiny_patch14_224 cait_xxs24_224 xcit_nano_12_p16_224 mixer_s32_224 gmlp_ti16_224 resmlp_12_224".split(),
-        {"embed_dim": 32, "depth": 6, "num_heads": 4, "img_size": 56},
-    ),
-    **dict.fromkeys(("test_vit3", "test_vit_relpos"), {"side": 160}),
+    **{name: {} for name in _AS_THEY_ARE.split()},
+    **{name: {"embed_dim": 32, "depth": 6, "img_size": 112 if "14_" in name else 64} for name in _COLUMNS.split()},
+    **{name: {"side": 160} for name in ("test_vit3", "test_vit_relpos")},
     "beit_base_patch16_224": {"embed_dim": 32, "depth": 6, "num_heads": 4, "img_size": 64},
     "convit_tiny": {"embed_dim": 8, "depth": 12, "img_size": 64},
     "convmixer_768_32": {"dim": 32, "depth": 8},
@@ -236,9 +235,10 @@ def _make_timm(name: str) -> tuple[nn.Module, Any]:
 
 def list_networks(libraries: Iterable[str]) -> dict[str, Network]:
     """Return the networks of these libraries by name; says which of them are not installed."""
-    makers: dict[str, Mapping[str, Network]] = {
-        "transformers": {kind: partial(_make_transformers, kind) for kind in _TRANSFORMERS},
-        "timm": {name: partial(_make_timm, name) for name in _TIMM},
+    makers = {
+        **{f"transformers/{kind}": partial(_make_transformers, kind) for kind in _KINDS.split()},
+        **{f"timm/{name}": partial(_make_timm, name) for name in _TIMM},
+        **{name: partial(make_other, name) for name in OTHERS},
     }
     networks = dict[str, Network]()
     for library in libraries:
@@ -249,5 +249,5 @@ def list_networks(libraries: Iterable[str]) -> dict[str, Network]:
         except ImportError as error:
             print(f"{library} is not installed ({error}): its networks are left out")
             continue
-        networks |= {f"{library}/{name}": make for name, make in makers.get(library, {}).items()}
+        networks |= {name: make for name, make in makers.items() if name.startswith(f"{library}/")}
     return networks
