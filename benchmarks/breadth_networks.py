@@ -69,8 +69,8 @@ _LISTS: dict[str, Callable[[int], list[int]]] = {
 _KINDS = """
 afmoe aimv2 albert altclip apertus arcee audio-spectrogram-transformer bamba bart beit bert bert-generation big_bird
 bigbird_pegasus biogpt bit bitnet blenderbot blenderbot-small blip bloom bridgetower camembert canine chinese_clip clip clipseg
-codegen cohere cohere2 conditional_detr convbert convnext convnextv2 ctrl cvt data2vec-audio data2vec-text data2vec-vision deberta
-deberta-v2 deepseek_v3 deit detr diffllama dinov2 dinov2_with_registers dinov3_vit distilbert doge dots1 dpr dpt electra ernie
+codegen cohere cohere2 conditional_detr convbert convnext convnextv2 ctrl cvt data2vec-audio data2vec-text data2vec-vision
+deberta deberta-v2 deepseek_v3 deit detr diffllama dinov2 dinov2_with_registers dinov3_vit distilbert doge dots1 dpr dpt electra ernie
 ernie4_5 esm exaone4 falcon falcon_h1 falcon_mamba flaubert flava fnet focalnet funnel gemma gemma2 gemma3_text git glm glm4
 glm4_moe glpn gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe groupvit helium hiera hubert hunyuan_v1_dense
 ibert ijepa imagegpt jamba jetmoe layoutlm layoutlmv3 led levit lfm2 lilt llama llama4_text llava longformer longt5 luke

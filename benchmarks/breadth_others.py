@@ -322,11 +322,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], Any]] = {
         },
         _IMAGE,
     ),
-    "vit_pytorch/CCT": (
-        "vit_pytorch.cct.cct_7",
-        {"img_size": 32, "n_conv_layers": 1, "num_classes": 10, "embedding_dim": 32},
-        _IMAGE,
-    ),
+    "vit_pytorch/CCT": ("vit_pytorch.cct.CCT", {"img_size": 32, "embedding_dim": 32, "num_layers": 4, "num_heads": 4}, _IMAGE),
     "vit_pytorch/ParallelViT": ("vit_pytorch.parallel_vit.ViT", _VIT, _IMAGE),
     **{
         f"segmentation_models_pytorch/{name}": (

@@ -1,5 +1,6 @@
 """Compare the outputs of an original and of its reversible conversion on the same examples."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ def make_compared_batch(model: Model, batch: Any) -> ComparedBatch:
         raise InputError(f"A batch is images, ids, or a mapping with input_ids. Received: {type(batch).__name__}.")
     inputs, padding = model.example_input(_EXAMPLES) if batch is None else batch, getattr(model.spec.input, "padding", None)
     if inputs.is_floating_point():
-        return ComparedBatch(inputs, None, batch is None)
+        return ComparedBatch(inputs.float(), None, batch is None)  # as both networks are
     if batch is None and padding is not None:
         inputs = inputs[:, :64]
         inputs[1::2, inputs.shape[1] // 2 :] = padding
@@ -86,7 +87,10 @@ def compare(what: str, outputs: Any, model: Model, examples: ComparedBatch, note
 
 
 def measure_largest_state(model: Model, examples: ComparedBatch) -> float:
-    """Return the largest magnitude in the streams during a forward pass with b = 0, in floating point."""
+    """Return the largest magnitude in the streams during a forward pass with b = 0, in floating point.
+
+    Raises: ConversionError: it is no finite number.
+    """
     magnitudes: list[Tensor] = []
 
     def record(_: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -96,7 +100,10 @@ def measure_largest_state(model: Model, examples: ComparedBatch) -> float:
         for module in (*model.steps, model.fuse):
             stack.callback(module.register_forward_pre_hook(record).remove)
         run_converted(model, examples)
-    return float(torch.stack(magnitudes).max())
+    largest = float(torch.stack(magnitudes).max())
+    if not math.isfinite(largest):
+        raise ConversionError(f"States of the converted network reach {largest} on the batch. Do weights or batch hold NaN?")
+    return largest
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from revzoo.analysis.likeness import warn_of_another_function
 from revzoo.bounds import MOST_KEPT_BITS
 from revzoo.checkpoint.facts import IMAGE_FACTS
 from revzoo.checkpoint.folder import save_folder
@@ -28,7 +29,7 @@ from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.original import Original, find_original
 from revzoo.conversion.report import Comparison, ConvertReport
 from revzoo.conversion.sources import find_source
-from revzoo.conversion.sources.base import Source
+from revzoo.conversion.sources.base import IN_PLACE, Source
 from revzoo.errors import ConversionError, InputError, RevzooError, UnknownNameError, join_names
 from revzoo.model.builder import build
 from revzoo.model.model import Model, check_num_outputs
@@ -45,6 +46,10 @@ _UNLIKE = (
 )
 _SAME_COSINE, _NEAR_COSINE = 0.9999, 0.9  # of the logits
 _SAME_ANSWERS = 0.995
+_KEEP_NEARER = (
+    "Keep more bits (kept_bits), or take a smaller m or beta; if states are too small for the grid of kept bits, as those of "
+    "fresh class tokens are, convert trained weights, or in floating point: kept_bits=None, m=0.1"
+)
 _ROOM = 4  # the grid has room for states this many times as large as on the examples
 
 
@@ -110,6 +115,8 @@ def convert(
             model, assignment = _attach_head(model, from_file, original, source_family, choice, num_outputs)
             fresh = join_names([key for row in assignment.rows if row.action == "initialised" for key in row.ours])
             reasons.append(f"The head {model.spec.head.type} has {num_outputs} outputs. Initialised at random: {fresh}.")
+    if comparisons and not choice.is_additive:
+        warn_of_another_function(original.name, comparisons[-1].cosine, _KEEP_NEARER)
     model.schedule = Mode.INVERT
     model.data_config = _read_data_config(original.description, spec) | _find_tokenizer(source, spec)
     report = ConvertReport(
@@ -171,7 +178,8 @@ def _read_original(
         if isinstance(error, RevzooError):
             raise
         raise ConversionError(
-            f"{original.name} has a description that does not fit a {source_family.name} ({type(error).__name__}: {error})."
+            f"{original.name} has parts that a {source_family.name} does not have, or lacks some ({type(error).__name__}: {error}). "
+            f"{IN_PLACE}"
         ) from error
     spec = parse_spec({"name": _make_name(original.name, choice, source_family), **settings}, original.name)
     return replace(original, description=description, tensors=tensors), spec, mappings, notes
@@ -230,9 +238,15 @@ def _compare_networks(
         return (), ["The original was not run: no library here has it, or it has no values."]
     try:
         network = original.build(original.description, {**original.tensors, **assignment.interpolated})
+        outputs = run_original(network, examples)
     except ImportError:
         return (), ["The original was not run: its library is not installed (pip install transformers)."]
-    outputs, comparisons = run_original(network, examples), []
+    except Exception as error:  # of another library's code
+        raise ConversionError(
+            f"{original.name}, which the converted network is compared with, cannot be copied and run on the batch itself "
+            f"({type(error).__name__}: {error}). Mend it, or give a batch that it takes: batch=... {IN_PLACE}"
+        ) from error
+    comparisons = list[Comparison]()
     if not choice.is_additive:
         what = "the original and the converted network at b = 0"
         with zero_b(model):

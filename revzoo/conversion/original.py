@@ -12,6 +12,7 @@ from typing import Any
 import timm
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from revzoo.checkpoint.foreign import read_config, read_weights
 from revzoo.errors import ConversionError, InputError, did_you_mean
@@ -130,7 +131,10 @@ def _from_timm(name: str, weights: str | Path | None) -> Original:
 
 
 def _from_module(network: nn.Module, tensors: dict[str, Tensor] | None, name: str = "") -> Original:
-    own = {key: tensor.detach().cpu() for key, tensor in network.state_dict().items()}
+    if any(map(is_lazy, network.parameters())):
+        raise ConversionError(f"This {type(network).__name__} has parameters without a shape. Run it on a batch first.")
+    state = network.state_dict()  # an extra state may be no tensor
+    own = {key: tensor.detach().cpu() for key, tensor in state.items() if isinstance(tensor, Tensor)}
     if any(tensor.is_meta for tensor in own.values()) and tensors is None:
         raise ConversionError(f"This {type(network).__name__} is on the meta device and has no values. Give its weights.")
     config = getattr(network, "config", None)

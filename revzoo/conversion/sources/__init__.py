@@ -4,6 +4,7 @@ from revzoo.conversion.original import Original
 from revzoo.conversion.sources.base import IN_PLACE, Source
 from revzoo.conversion.sources.mmpretrain import MMPretrain
 from revzoo.conversion.sources.pyslowfast import PySlowFast
+from revzoo.conversion.sources.timm_base import TimmSource
 from revzoo.conversion.sources.timm_mvit import TimmMViT
 from revzoo.conversion.sources.timm_resnet import TimmResNet
 from revzoo.conversion.sources.timm_swin import TimmSwin
@@ -42,10 +43,19 @@ def find_source(original: Original) -> Source:
             f"{' or '.join(source.name for source in candidates)}. Received: {join_names(list(original.tensors), most=4)}. Is "
             "this checkpoint for another model?"
         )
+    received, hint = _describe(original)
+    names = join_names([source.name for source in SOURCES])
+    raise ConversionError(f"{received} cannot be converted.{hint} What can: {names}. {IN_PLACE}")
+
+
+def _describe(original: Original) -> tuple[str, str]:
+    """Return what an original is, with its library, and a sentence on timm's network of the same name if there is one."""
     description = original.description
     if isinstance(description, dict):
-        kind = description.get("model_type", "a configuration without model_type")
-    else:
-        kind = type(description).__name__
-    names = join_names([source.name for source in SOURCES])
-    raise ConversionError(f"{original.name} ({kind}) cannot be converted. What can: {names}. {IN_PLACE}")
+        return f"{original.name} ({description.get('model_type', 'a configuration without model_type')})", ""
+    name, library = type(description).__name__, type(description).__module__.partition(".")[0]
+    received = f"{name} of {library}"
+    known = (source.network_class for source in SOURCES if isinstance(source, TimmSource))
+    family = next((each.__module__.rpartition(".")[2] for each in known if each.__name__ == name), None)
+    hint = f" timm's {name} can: give one of timm.list_models(module={family!r}), with its weights." if family else ""
+    return received if original.name == name else f"{original.name} ({received})", hint

@@ -23,17 +23,22 @@ class TimmSource(Source):
     """One family of timm's networks; a description is a model, whose tensors may be on the meta device."""
 
     network_class: ClassVar[type[nn.Module]]
+    block_classes: ClassVar[tuple[type[nn.Module], ...]]
     family: ClassVar[str]  # of the converted network
     has_branches: ClassVar[bool] = True  # False: f is a block with its own residual
     drops_transitions: ClassVar[bool] = False  # whether blocks with a rate of drop path become transitions
 
     @abstractmethod
-    def check(self, network: Any) -> None:
-        """Raise ConversionError if the network as a whole has something that a spec cannot express."""
+    def list_blocks(self, network: Any) -> list[Any]:
+        """Return every block, the first to the last."""
 
     @abstractmethod
+    def check(self, network: Any) -> None:
+        """Raise ConversionError if the network as a whole has something that a spec cannot express; its blocks are known."""
+
     def list_rates(self, network: Any) -> list[float]:
         """Return the rate of drop path of every block."""
+        return [read_rate(block.drop_path1) for block in self.list_blocks(network)]
 
     @abstractmethod
     def find_input(self, network: Any) -> tuple[nn.Conv2d, Sequence[int]]:
@@ -57,6 +62,8 @@ class TimmSource(Source):
         Raises: ConversionError: the original has something that a spec cannot express; the message names it.
         """
         self._refuse({f"the class {type(network).__name__}": type(network) is not self.network_class})
+        kinds = {type(block).__name__ for block in self.list_blocks(network) if type(block) not in self.block_classes}
+        self._refuse({f"blocks of class {join_names(sorted(kinds))}": kinds})
         self.check(network)
         (conv, size), stages = self.find_input(network), self.describe_stages(network, choice)
         return {

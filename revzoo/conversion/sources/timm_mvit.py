@@ -44,7 +44,8 @@ class TimmMViT(TimmSource):
     """
 
     name = "timm MViTv2"
-    network_class, family, drops_transitions = MultiScaleVit, "rev_mvit", True
+    network_class, block_classes = MultiScaleVit, (MultiScaleBlock,)
+    family, drops_transitions = "rev_mvit", True
 
     def canonicalise(self, network: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors under timm's names, also those of a file of facebookresearch/mvit, and notes on changes."""
@@ -88,13 +89,11 @@ class TimmMViT(TimmSource):
                 "drop_rate before a classifier of tokens": not mvit.global_pool and read_rate(mvit.head.drop),
             }
         )
-        for stage in mvit.stages:
-            for block in stage.blocks:
-                self._check_block(block)
+        for block in self.list_blocks(mvit):
+            self._check_block(block)
 
     def _check_block(self, block: Any) -> None:
         attn = block.attn
-        self._refuse({f"blocks of class {type(block).__name__}": type(block) is not MultiScaleBlock})
         self._refuse({f"attention of class {type(attn).__name__} (pool_first)": type(attn) is not MultiScaleAttention})
         self._refuse({f"pooling by {attn.mode!r} (mode)": attn.mode != "conv"})
         pools = [attn.pool_q, attn.pool_k, attn.pool_v]
@@ -168,9 +167,13 @@ class TimmMViT(TimmSource):
             transition |= {"widening_heads": theirs["heads"], "widening_kv_stride": theirs["kv_stride"]}
         return {**built, "transition": transition}
 
+    def list_blocks(self, mvit: Any) -> list[Any]:
+        """Return every block."""
+        return [block for stage in mvit.stages for block in stage.blocks]
+
     def list_rates(self, mvit: Any) -> list[float]:
         """Return the rate of drop path of every block."""
-        rates = [read_rate(block.drop_path1) for stage in mvit.stages for block in stage.blocks]
+        rates = super().list_rates(mvit)
         pairs = any(len(stage.transition) > 1 for stage in self._group_blocks(mvit))
         self._refuse({"drop_path_rate where two blocks become one transition (expand_attn=False)": pairs and max(rates)})
         return rates

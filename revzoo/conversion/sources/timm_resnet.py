@@ -34,7 +34,8 @@ class TimmResNet(TimmSource):
     """
 
     name = "timm ResNet"
-    network_class, family, has_branches, drops_transitions = ResNet, "rev_resnet", False, True
+    network_class, block_classes, family = ResNet, tuple(_LAYOUTS), "rev_resnet"
+    has_branches, drops_transitions = False, True
 
     def canonicalise(self, network: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors, and 0 for the counts of batches that files from before PyTorch 0.4.1 lack."""
@@ -68,17 +69,21 @@ class TimmResNet(TimmSource):
             }
         )
         norms = [norm for norm in resnet.modules() if isinstance(norm, nn.BatchNorm2d)]
-        norms += [block.get_submodule(f"bn{i}") for layer in _LAYERS for block in getattr(resnet, layer) for i in (1, 2)]
+        norms += [norm for block in self.list_blocks(resnet) for norm in (block.bn1, block.bn2)]
         kinds = {type(norm).__name__ for norm in [resnet.bn1, *norms] if type(norm) is not nn.BatchNorm2d}
         self._refuse({f"norms of class {', '.join(sorted(kinds))}": kinds})
         self._refuse({"BatchNorm with an eps other than 1e-5": any(norm.eps != 1e-5 for norm in norms)})
         self._refuse({"BatchNorm without momentum": any(norm.momentum is None for norm in norms)})
-        kinds = {type(act).__name__ for block in _list_blocks(resnet) for act in (block.act1, block.act2) if not _is_relu(act)}
+        kinds = {type(act).__name__ for block in self.list_blocks(resnet) for act in (block.act1, block.act2) if not _is_relu(act)}
         self._refuse({f"the activation {', '.join(sorted(kinds))} (not ReLU)": kinds or not _is_relu(resnet.act1)})
+
+    def list_blocks(self, resnet: Any) -> list[Any]:
+        """Return every block."""
+        return [block for layer in _LAYERS for block in getattr(resnet, layer)]
 
     def list_rates(self, resnet: Any) -> list[float]:
         """Return the rate of drop path of every block."""
-        return [read_rate(block.drop_path) for block in _list_blocks(resnet)]
+        return [read_rate(block.drop_path) for block in self.list_blocks(resnet)]
 
     def find_input(self, resnet: Any) -> tuple[nn.Conv2d, Sequence[int]]:
         """Return the first convolution, and height and width of images."""
@@ -112,7 +117,6 @@ class TimmResNet(TimmSource):
         return {**stage, "transition": {"type": "residual_block", "fuse": choice.fuse, "stride": first.stride, **parts[0]}}
 
     def _describe_unit(self, block: Any) -> dict[str, Any]:
-        self._refuse({f"blocks of class {type(block).__name__}": type(block) not in _LAYOUTS})
         layout, down = _LAYOUTS[type(block)], block.downsample
         plain = down is None or (len(down) == 2 and _is_conv(down[0], 1, block.stride))
         widths = block.conv1.out_channels, block.conv2.out_channels
@@ -127,10 +131,6 @@ class TimmResNet(TimmSource):
             }
         )
         return {"layout": layout, "middle": widths[0], "groups": block.conv2.groups, "momentum": block.bn1.momentum}
-
-
-def _list_blocks(resnet: ResNet) -> list[Any]:
-    return [block for layer in _LAYERS for block in getattr(resnet, layer)]
 
 
 def _is_conv(conv: nn.Module, kernel: int, stride: int) -> bool:

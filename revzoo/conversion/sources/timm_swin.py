@@ -58,7 +58,7 @@ class TimmSwin(TimmSource):
     """
 
     name = "timm Swin"
-    network_class, family = SwinTransformer, "rev_swin"
+    network_class, block_classes, family = SwinTransformer, (SwinTransformerBlock,), "rev_swin"
 
     def canonicalise(self, network: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors under timm's names, also those of a file of Microsoft, and notes on what was changed."""
@@ -97,9 +97,9 @@ class TimmSwin(TimmSource):
         kinds = {self._name_norm(norm) for norm in (swin.patch_embed.norm, *(merge.norm for merge in merges))}
         self._refuse({"norms of patches whose eps is not 1e-5": kinds != {"layer_norm_1e-5"}})
 
-    def list_rates(self, swin: Any) -> list[float]:
-        """Return the rate of drop path of every block."""
-        return [read_rate(block.drop_path1) for layer in swin.layers for block in layer.blocks]
+    def list_blocks(self, swin: Any) -> list[Any]:
+        """Return every block."""
+        return [block for layer in swin.layers for block in layer.blocks]
 
     def find_input(self, swin: Any) -> tuple[nn.Conv2d, Sequence[int]]:
         """Return the first convolution, and height and width of images."""
@@ -137,7 +137,6 @@ class TimmSwin(TimmSource):
         return {**stage, "transition": transition} if merges else stage
 
     def _describe_attention(self, block: Any, index: int) -> dict[str, Any]:
-        self._refuse({f"blocks of class {type(block).__name__}": type(block) is not SwinTransformerBlock})
         attn, window, shift, grid = block.attn, block.window_size, block.shift_size, block.input_resolution
         self._refuse({f"attention of class {type(attn).__name__}": type(attn) is not WindowAttention})
         side = max(window)

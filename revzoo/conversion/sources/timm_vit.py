@@ -41,7 +41,7 @@ class TimmViT(TimmSource):
     """
 
     name = "timm ViT"
-    network_class, family = VisionTransformer, "rev_vit"
+    network_class, block_classes, family = VisionTransformer, (Block,), "rev_vit"
 
     def canonicalise(self, network: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors under timm's names: one matrix for queries, keys and values; gamma_1 as ls1.gamma.
@@ -85,7 +85,6 @@ class TimmViT(TimmSource):
         """Raise ConversionError for tokens, norms and pooling that a spec does not have."""
         self._require_patches(vit.patch_embed)
         self._require_classifier(vit.head)
-        self._refuse({f"blocks of class {type(block).__name__}": type(block) is not Block for block in vit.blocks})
         self._refuse(
             {
                 f"register tokens (reg_tokens={vit.num_reg_tokens})": vit.num_reg_tokens,
@@ -98,9 +97,9 @@ class TimmViT(TimmSource):
             }
         )
 
-    def list_rates(self, vit: Any) -> list[float]:
-        """Return the rate of drop path of every block."""
-        return [read_rate(block.drop_path1) for block in vit.blocks]
+    def list_blocks(self, vit: Any) -> list[Any]:
+        """Return every block."""
+        return list(vit.blocks)
 
     def find_input(self, vit: Any) -> tuple[nn.Conv2d, Sequence[int]]:
         """Return the first convolution, and height and width of images."""
