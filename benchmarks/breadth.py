@@ -212,6 +212,7 @@ def examine_reversible(network: Network) -> Row:
             problems += [f"invert and store: {difference}"] if row["is_deterministic"] else []
     except Exception as error:
         row |= {"class": "fails in training", "message": explain(error)}
+        start.restore_tensors(model)
         stored = ordinary
     for chain, mode in zip(report.chains, modes, strict=True):
         chain.schedule = mode
@@ -224,7 +225,8 @@ def examine_reversible(network: Network) -> Row:
     if left := start.list_changes(model):
         problems.append(f"left by ordinary_: {', '.join(left[:8])}")
     if problems:
-        row |= {"class": "wrong", "message": "; ".join(problems)}
+        row["message"] = "; ".join(filter(None, [row.get("message"), *problems]))
+        row["class"] = "wrong" if row["class"] == "works" else row["class"]
     elif row["class"] == "works" and not row["cosine"] >= LEAST_COSINE:
         row |= {"class": "another function", "message": f"cosine {row['cosine']:.4f}"}
     return row

@@ -29,6 +29,11 @@ LIBRARIES = {  # name of the module: of the package
     "segmentation_models_pytorch": "segmentation-models-pytorch",
 }
 
+_FIRST_IMPORTS = {
+    "transformers": [
+        f"transformers.models.{kind}.modeling_{kind}" for kind in ("auto", "bert", "llama", "vit", "t5", "wav2vec2")
+    ]
+}
 # Sizes of configurations, by setting. A setting that is a list by default gets one size for each of its entries.
 _SIZES = {
     size: names.split()
@@ -68,20 +73,20 @@ _LISTS: dict[str, Callable[[int], list[int]]] = {
 
 _KINDS = """
 afmoe aimv2 albert altclip apertus arcee audio-spectrogram-transformer bamba bart beit bert bert-generation big_bird
-bigbird_pegasus biogpt bit bitnet blenderbot blenderbot-small blip bloom bridgetower camembert canine chinese_clip clip clipseg
-codegen cohere cohere2 conditional_detr convbert convnext convnextv2 ctrl cvt data2vec-audio data2vec-text data2vec-vision
-deberta deberta-v2 deepseek_v3 deit detr diffllama dinov2 dinov2_with_registers dinov3_vit distilbert doge dots1 dpr dpt electra ernie
-ernie4_5 esm exaone4 falcon falcon_h1 falcon_mamba flaubert flava fnet focalnet funnel gemma gemma2 gemma3_text git glm glm4
-glm4_moe glpn gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe groupvit helium hiera hubert hunyuan_v1_dense
-ibert ijepa imagegpt jamba jetmoe layoutlm layoutlmv3 led levit lfm2 lilt llama llama4_text llava longformer longt5 luke
-m2m_100 mamba mamba2 marian markuplm mask2former mbart megatron-bert minimax ministral mistral mixtral mobilebert mobilenet_v2
-mobilevit mobilevitv2 modernbert mpnet mpt mt5 mvp nemotron nezha nllb-moe nomic_bert nystromformer olmo olmo2 olmo3 olmoe
-openai-gpt opt owlvit paligemma pegasus pegasus_x perceiver persimmon phi phi3 phimoe pixtral plbart poolformer prophetnet pvt
-pvt_v2 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next recurrent_gemma reformer regnet rembert resnet roberta roberta-prelayernorm
-roc_bert roformer rwkv sam seed_oss segformer sew sew-d siglip smollm3 speech_to_text splinter squeezebert stablelm starcoder2
-swiftformer swin swin2sr swinv2 switch_transformers t5 t5gemma tapas timesformer umt5 unispeech unispeech-sat videomae vilt
-visual_bert vit vit_mae vit_msn vitdet vivit wav2vec2 wav2vec2-bert wav2vec2-conformer wavlm whisper xglm xlm xlm-roberta
-xlm-roberta-xl xlnet xlstm xmod yolos yoso zamba2
+bigbird_pegasus biogpt bit bitnet blenderbot blenderbot-small blip bloom bridgetower camembert canine chinese_clip clip
+clipseg codegen cohere cohere2 conditional_detr convbert convnext convnextv2 ctrl cvt data2vec-audio data2vec-text
+data2vec-vision deberta deberta-v2 deepseek_v3 deit detr diffllama dinov2 dinov2_with_registers dinov3_vit distilbert doge
+dots1 dpr dpt electra ernie ernie4_5 esm exaone4 falcon falcon_h1 falcon_mamba flaubert flava fnet focalnet funnel gemma
+gemma2 gemma3_text git glm glm4 glm4_moe glpn gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe groupvit
+helium hiera hubert hunyuan_v1_dense ibert ijepa imagegpt jamba jetmoe layoutlm layoutlmv3 led levit lfm2 lilt llama
+llama4_text llava longformer longt5 luke m2m_100 mamba mamba2 marian markuplm mask2former mbart megatron-bert minimax
+ministral mistral mixtral mobilebert mobilenet_v2 mobilevit mobilevitv2 modernbert mpnet mpt mt5 mvp nemotron nezha nllb-moe
+nomic_bert nystromformer olmo olmo2 olmo3 olmoe openai-gpt opt owlvit paligemma pegasus pegasus_x perceiver persimmon phi phi3
+phimoe pixtral plbart poolformer prophetnet pvt pvt_v2 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next recurrent_gemma reformer
+regnet rembert resnet roberta roberta-prelayernorm roc_bert roformer rwkv sam seed_oss segformer sew sew-d siglip smollm3
+speech_to_text splinter squeezebert stablelm starcoder2 swiftformer swin swin2sr swinv2 switch_transformers t5 t5gemma tapas
+timesformer umt5 unispeech unispeech-sat videomae vilt visual_bert vit vit_mae vit_msn vitdet vivit wav2vec2 wav2vec2-bert
+wav2vec2-conformer wavlm whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod yolos yoso zamba2
 """  # of Transformers
 _TINY_RESNET = {
     "model_type": "resnet",
@@ -104,7 +109,10 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {  # what one type of Transformers needs
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
     "bit": {"num_groups": 4},
     "codegen": {"rotary_dim": 8},
+    "bridgetower": {"text_config": {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99}},
     "conditional_detr": _DETR,
+    "convnext": {"image_size": 64, "patch_size": 4},
+    "convnextv2": {"image_size": 64, "patch_size": 4},
     "deepseek_v3": {"num_key_value_heads": 4},
     "detr": _DETR,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -174,33 +182,32 @@ def _make_batch(model: Any) -> dict[str, Any]:
 _AS_THEY_ARE = """
 test_byobnet test_coatnet test_convnext test_convnext2 test_convnext3 test_efficientnet test_mambaout test_maxvit test_nfnet
 test_resnet test_vit test_vit2 resnet18 resnet26 resnet26d resnetv2_18 res2net50_14w_8s resnest14d regnetx_002 regnety_002
-regnetz_005 nf_resnet26 hgnetv2_b0 dla46_c dpn48b densenet121 ese_vovnet19b_slim selecsls42 skresnet18 legacy_seresnet18 vgg11
+regnetz_005 nf_resnet26 hgnetv2_b0 dla46_c dpn48b densenet121 ese_vovnet19b_slim selecsls42 skresnet18 legacy_seresnet18
 ghostnet_050 lcnet_050 mobilenetv3_small_050 mobilenetv4_conv_small_035 rexnet_100 starnet_s050 fasternet_t0 repvit_m0_9
 efficientvit_b0 edgenext_xx_small poolformer_s12 convformer_s18 caformer_s18 inception_next_atto swiftformer_xs mobilevit_xxs
 mobilevitv2_050 pvt_v2_b0 fastvit_t8 cs3darknet_focus_s hrnet_w18_small rdnet_tiny
 """  # of timm; their images have 64 x 64 pixels
 _COLUMNS = """
 vit_tiny_patch16_224 deit_tiny_patch16_224 deit3_small_patch16_224 vit_small_patch14_reg4_dinov2 eva02_tiny_patch14_224
-cait_xxs24_224 xcit_nano_12_p16_224 mixer_s32_224 gmlp_ti16_224 resmlp_12_224
+cait_xxs24_224 xcit_nano_12_p16_224
 """  # of timm, with blocks of one width
 _TIMM: dict[str, dict[str, Any]] = {  # name: arguments; "side" is that of images
     **{name: {} for name in _AS_THEY_ARE.split()},
-    **{name: {"embed_dim": 32, "depth": 6, "img_size": 112 if "14_" in name else 64} for name in _COLUMNS.split()},
-    **{name: {"side": 160} for name in ("test_vit3", "test_vit_relpos")},
+    **{
+        name: {"embed_dim": 32, "depth": 6, "num_heads": 4, "img_size": 112 if "14_" in name else 64}
+        for name in _COLUMNS.split()
+    },
+    **{name: {"side": 160} for name in ("test_vit3", "test_vit_relpos", "test_coatnet", "test_maxvit")},
     "beit_base_patch16_224": {"embed_dim": 32, "depth": 6, "num_heads": 4, "img_size": 64},
     "convit_tiny": {"embed_dim": 8, "depth": 12, "img_size": 64},
-    "convmixer_768_32": {"dim": 32, "depth": 8},
     "swin_tiny_patch4_window7_224": {"embed_dim": 16, "depths": (2, 2, 4, 2), "num_heads": (1, 2, 4, 8), "img_size": 224},
     "swinv2_tiny_window8_256": {"embed_dim": 16, "depths": (2, 2, 4, 2), "num_heads": (1, 2, 4, 8), "img_size": 256},
     "convnext_atto": {"dims": (16, 32, 64, 128)},
     "convnextv2_atto": {"dims": (16, 32, 64, 128)},
-    "mvitv2_tiny": {"embed_dim": 16, "img_size": 64, "num_heads": 1},
+    "mvitv2_tiny": {"img_size": 64},
     "levit_128s": {"embed_dim": (32, 64, 96), "num_heads": (1, 2, 3), "side": 224},
-    "gcvit_xxtiny": {"embed_dim": 16, "num_heads": (1, 2, 4, 8), "img_size": 224},
     "davit_tiny": {"embed_dims": (16, 32, 64, 128), "num_heads": (1, 2, 4, 8), "side": 64},
-    "focalnet_tiny_srf": {"embed_dim": 16},
     "hiera_tiny_224": {"embed_dim": 16, "num_heads": 1, "img_size": 224},
-    "nest_tiny": {"embed_dims": (16, 32, 64), "num_heads": (1, 2, 4), "img_size": 224},
     "pit_ti_224": {"side": 224},
     "twins_pcpvt_small": {"embed_dims": (16, 32, 64, 128), "num_heads": (1, 2, 4, 8), "img_size": 64},
     "crossvit_9_240": {"side": 240},
@@ -221,6 +228,20 @@ _TIMM: dict[str, dict[str, Any]] = {  # name: arguments; "side" is that of image
     "efficientformer_l1": {"side": 224},
     "efficientvit_m0": {"side": 224},
 }
+_TIMM_CLASSES = {  # what a name of timm fixes too much of: module, class
+    "mixer": ("mlp_mixer", "MlpMixer"),
+    "convmixer": ("convmixer", "ConvMixer"),
+    "gcvit": ("gcvit", "GlobalContextVit"),
+    "focalnet": ("focalnet", "FocalNet"),
+    "nest": ("nest", "Nest"),
+}
+_TIMM |= {
+    "mixer": {"embed_dim": 32, "num_blocks": 6, "patch_size": 8, "img_size": 64},
+    "convmixer": {"dim": 32, "depth": 8, "kernel_size": 5, "patch_size": 4},
+    "gcvit": {"embed_dim": 16, "depths": (2, 2, 3, 2), "num_heads": (1, 2, 4, 8), "img_size": 224},
+    "focalnet": {"embed_dim": 16, "depths": (2, 2, 4, 2)},
+    "nest": {"embed_dims": (16, 32, 64), "num_heads": (1, 2, 4), "depths": (2, 2, 4), "img_size": 64},
+}
 
 
 def _make_timm(name: str) -> tuple[nn.Module, Any]:
@@ -230,7 +251,10 @@ def _make_timm(name: str) -> tuple[nn.Module, Any]:
     side = options.pop("side")
     if "img_size" in options:
         side = options["img_size"]
-    return timm.create_model(name, num_classes=10, **options), torch.randn(2, 3, side, side)
+    path, maker = _TIMM_CLASSES.get(name), partial(timm.create_model, name)
+    if path is not None:
+        maker = getattr(importlib.import_module(f"timm.models.{path[0]}"), path[1])
+    return maker(num_classes=10, **options), torch.randn(2, 3, side, side)
 
 
 def list_networks(libraries: Iterable[str]) -> dict[str, Network]:
@@ -243,9 +267,8 @@ def list_networks(libraries: Iterable[str]) -> dict[str, Network]:
     networks = dict[str, Network]()
     for library in libraries:
         try:
-            importlib.import_module(library)  # here, once for the processes of all its networks
-            if library == "transformers":
-                importlib.import_module("transformers.models.auto.modeling_auto")
+            for module in _FIRST_IMPORTS.get(library, (library,)):
+                importlib.import_module(module)  # here, once for the processes of all its networks
         except ImportError as error:
             print(f"{library} is not installed ({error}): its networks are left out")
             continue

@@ -56,7 +56,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any], Any]] = {
             "regnet_x_400mf",
             "mnasnet0_5",
             "squeezenet1_1",
-            "vgg11_bn",
         )
     },
     "torchvision/mvit_v1": ("torchvision.models.video.mvit_v1_b", {}, ([1, 3, 16, 224, 224],)),
