@@ -178,8 +178,8 @@ def _read_original(
         if isinstance(error, RevzooError):
             raise
         raise ConversionError(
-            f"{original.name} has parts that a {source_family.name} does not have, or lacks some ({type(error).__name__}: {error}). "
-            f"{IN_PLACE}"
+            f"{original.name} has parts that a {source_family.name} does not have, or lacks some "
+            f"({type(error).__name__}: {error}). {IN_PLACE}"
         ) from error
     spec = parse_spec({"name": _make_name(original.name, choice, source_family), **settings}, original.name)
     return replace(original, description=description, tensors=tensors), spec, mappings, notes

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
+import torchvision
 import transformers
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
@@ -66,6 +67,17 @@ def test_the_converted_network_is_the_function_it_says_and_trains_exactly(vit, r
     assert report.coupling == {"type": "momentum", "kept_bits": 3, "gain": 1.0, "residual": True}
     model.train()
     rebuilds_exactly(model, x)
+
+
+def test_a_conversion_to_another_function_warns():
+    """Class tokens of size 1e-6, as timm makes them, are 0 on the grid, and nothing else is read by the classifier."""
+    torch.manual_seed(0)
+    fresh = VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=32, depth=3, num_heads=4, num_classes=7, no_embed_class=True, init_values=1e-6
+    )
+    with pytest.warns(UserWarning, match="VisionTransformer computes another function now: .* kept_bits=None, m=0.1"):
+        revzoo.convert(fresh)
+    assert revzoo.convert(fresh, kept_bits=None, m=0.1).comparisons[-1].cosine > 0.99
 
 
 def test_weights_may_lie_elsewhere_and_outputs_may_be_others(vit, tmp_path):
@@ -129,8 +141,14 @@ def test_positions_of_another_resolution_are_interpolated_with_a_note(vit, tmp_p
         ({"source": "vit_tny_patch16_224"}, ConversionError, "Did you mean 'vit_tiny_patch16_224'"),
         ({"source": "rev_vit_b"}, ConversionError, "rev_vit_b is reversible already. Give a published checkpoint"),
         ({"source": 3}, InputError, "A name, a folder or a module can be converted. Received: int"),
-        ({"source": nn.Linear(2, 2)}, ConversionError, r"Linear \(Linear\) cannot be converted. What can: timm ViT, timm Swin"),
-        ({"source": "test_convnext", "weights": "w"}, ConversionError, "cannot be converted. What can"),
+        ({"source": nn.Linear(2, 2)}, ConversionError, "Linear of torch cannot be converted. What can: timm ViT, timm Swin"),
+        ({"source": nn.LazyLinear(2)}, ConversionError, "LazyLinear has parameters without a shape. Run it on a batch first"),
+        (
+            {"source": "test_convnext", "weights": "w"},
+            ConversionError,
+            r"test_convnext \(ConvNeXt of timm\) cannot be .* What can",
+        ),
+        ({"batch": torch.full((1, 3, 16, 16), torch.nan)}, ConversionError, "States .* reach nan on the batch. Do weights"),
         ({"weights": "nowhere.safetensors"}, CheckpointError, "No weights file at nowhere.safetensors"),
     ],
 )
@@ -350,10 +368,15 @@ TEXTS = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9, "hid
     [
         (lambda: VisionTransformer(img_size=16, patch_size=4, embed_dim=32, depth=1, reg_tokens=1, num_heads=4), "register"),
         (lambda: nn.Linear(2, 2), "What can: timm ViT"),
+        (lambda: torchvision.models.resnet18(), r"ResNet of torchvision .*timm's ResNet can: .*list_models\(module='resnet'\)"),
+        (
+            lambda: transformers.BertForQuestionAnswering(transformers.BertConfig(**TEXTS, num_labels=5)),
+            "run on the batch itself",
+        ),
         (lambda: transformers.GPT2Model(transformers.GPT2Config(**TEXTS)), "gpt2.* What can"),
         (lambda: transformers.BertForMultipleChoice(transformers.BertConfig(**TEXTS)), "architectures cannot be converted"),
     ],
-    ids=["part", "class", "family", "task"],
+    ids=["part", "class", "library", "does not run", "family", "task"],
 )
 def test_what_cannot_be_converted_can_become_reversible_in_place(make, message):
     with pytest.raises(ConversionError, match=rf"{message}.* reversible in place.* revzoo\.reversible_\(module\)"):

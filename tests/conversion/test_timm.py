@@ -9,6 +9,7 @@ from timm.layers import BlurPool2d, resample_abs_pos_embed
 from timm.models import mvitv2, swin_transformer
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
+from timm.models.res2net import Bottle2neck
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
@@ -253,6 +254,7 @@ REFUSED = {
         "block_reduce_first": TWO | {"block_reduce_first": 2},
         "layer2 whose only block": {"layers": (2, 1, 2, 2)},
         "the activation SiLU": {"act_layer": torch.nn.SiLU},
+        "blocks of class Bottle2neck": {"block": Bottle2neck, "layers": (1, 1, 1, 1)},
         "norms of class": {"norm_layer": "groupnorm", "channels": (64, 64, 64, 64)},
         "pooling 'catavgmax'": {"global_pool": "catavgmax"},
     },

@@ -74,7 +74,9 @@ class TimmResNet(TimmSource):
         self._refuse({f"norms of class {', '.join(sorted(kinds))}": kinds})
         self._refuse({"BatchNorm with an eps other than 1e-5": any(norm.eps != 1e-5 for norm in norms)})
         self._refuse({"BatchNorm without momentum": any(norm.momentum is None for norm in norms)})
-        kinds = {type(act).__name__ for block in self.list_blocks(resnet) for act in (block.act1, block.act2) if not _is_relu(act)}
+        kinds = {
+            type(act).__name__ for block in self.list_blocks(resnet) for act in (block.act1, block.act2) if not _is_relu(act)
+        }
         self._refuse({f"the activation {', '.join(sorted(kinds))} (not ReLU)": kinds or not _is_relu(resnet.act1)})
 
     def list_blocks(self, resnet: Any) -> list[Any]:
