@@ -63,12 +63,10 @@ _SIZES = {
 }
 _SETTINGS = {name: size for size, names in _SIZES.items() for name in names}
 _LISTS: dict[str, Callable[[int], list[int]]] = {
-    **dict.fromkeys(
-        ("hidden_sizes", "embed_dim", "embed_dims", "neck_hidden_sizes", "conv_dim"), lambda n: [16 * 2**i for i in range(n)]
-    ),
+    **dict.fromkeys(("hidden_sizes", "embed_dim", "embed_dims", "neck_hidden_sizes"), lambda n: [16 * 2**i for i in range(n)]),
     **dict.fromkeys(("depths", "num_blocks", "layers"), lambda n: [3] * n),
     **dict.fromkeys(("num_heads", "num_attention_heads"), lambda n: [2**i for i in range(n)]),
-    "image_size": lambda n: [32] * n,
+    **dict.fromkeys(("image_size", "conv_dim"), lambda n: [32] * n),
 }
 
 _KINDS = """
@@ -80,13 +78,13 @@ dots1 dpr dpt electra ernie ernie4_5 esm exaone4 falcon falcon_h1 falcon_mamba f
 gemma2 gemma3_text git glm glm4 glm4_moe glpn gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe groupvit
 helium hiera hubert hunyuan_v1_dense ibert ijepa imagegpt jamba jetmoe layoutlm layoutlmv3 led levit lfm2 lilt llama
 llama4_text llava longformer longt5 luke m2m_100 mamba mamba2 marian markuplm mask2former mbart megatron-bert minimax
-ministral mistral mixtral mobilebert mobilenet_v2 mobilevit mobilevitv2 modernbert mpnet mpt mt5 mvp nemotron nezha nllb-moe
+ministral mistral mixtral mobilebert mobilenet_v2 mobilevit mobilevitv2 modernbert mpnet mpt mt5 mvp nemotron nllb-moe
 nomic_bert nystromformer olmo olmo2 olmo3 olmoe openai-gpt opt owlvit paligemma pegasus pegasus_x perceiver persimmon phi phi3
 phimoe pixtral plbart poolformer prophetnet pvt pvt_v2 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next recurrent_gemma reformer
 regnet rembert resnet roberta roberta-prelayernorm roc_bert roformer rwkv sam seed_oss segformer sew sew-d siglip smollm3
 speech_to_text splinter squeezebert stablelm starcoder2 swiftformer swin swin2sr swinv2 switch_transformers t5 t5gemma tapas
 timesformer umt5 unispeech unispeech-sat videomae vilt visual_bert vit vit_mae vit_msn vitdet vivit wav2vec2 wav2vec2-bert
-wav2vec2-conformer wavlm whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod yolos yoso zamba2
+wav2vec2-conformer wavlm whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod yolos yoso
 """  # of Transformers
 _TINY_RESNET = {
     "model_type": "resnet",
@@ -105,18 +103,72 @@ _TINY_SWIN = {
     "out_features": ["stage1", "stage2", "stage3", "stage4"],
 }
 _DETR: dict[str, Any] = {"use_timm_backbone": False, "backbone": None, "backbone_config": _TINY_RESNET, "num_queries": 5}
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 99,
+}
+_EYES: dict[str, Any] = {"image_size": 32, "patch_size": 8, "projection_dim": 32}
 _ARGUMENTS: dict[str, dict[str, Any]] = {  # what one type of Transformers needs besides the table
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
     "bit": {"num_groups": 4},
+    "bridgetower": {
+        "hidden_size": 64,
+        "text_config": {**_TOWER, "hidden_size": 64},
+        "vision_config": {"hidden_size": 64, "num_hidden_layers": 4, "image_size": 32, "patch_size": 8},
+    },
     "codegen": {"rotary_dim": 8},
-    "bridgetower": {"text_config": {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99}},
     "conditional_detr": _DETR,
     "convnext": {"image_size": 64, "patch_size": 4},
     "convnextv2": {"image_size": 64, "patch_size": 4},
     "deepseek_v3": {"num_key_value_heads": 4},
     "detr": _DETR,
+    "flava": {"image_config": {**_TOWER, "image_size": 64, "patch_size": 16}},
+    "funnel": {"block_sizes": [2, 2], "block_repeats": [1, 1], "num_decoder_layers": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "gptj": {"rotary_dim": 8},
+    "layoutlmv3": {"input_size": 64, "coordinate_size": 4, "shape_size": 8},
+    "levit": {
+        "hidden_sizes": [32, 48, 64],
+        "num_attention_heads": [2, 3, 4],
+        "key_dim": [16, 16, 16],
+        "image_size": 64,
+        "patch_size": 16,
+    },
+    "lilt": {"hidden_size": 48},
+    "llava": {
+        "text_config": {**_TOWER, "model_type": "llama"},
+        "vision_config": {**_TOWER, **_EYES, "model_type": "clip_vision_model"},
+        "image_token_index": 5,
+    },
+    "luke": {"entity_vocab_size": 9, "entity_emb_size": 32},
+    "mamba2": {"num_heads": 8},
+    "mobilevit": {
+        "image_size": 64,
+        "patch_size": 2,
+        "hidden_sizes": [24, 32, 40],
+        "neck_hidden_sizes": [16, 16, 24, 24, 32, 32, 64],
+    },
+    "mobilevitv2": {"image_size": 64, "patch_size": 2},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 6], "lsh_attn_chunk_length": 8, "num_buckets": 2},
+    "roc_bert": {"enable_pronunciation": False, "enable_shape": False},
+    "sam": {
+        "vision_config": {"output_channels": 32, "global_attn_indexes": [1, 3], "window_size": 2, "num_pos_feats": 16},
+        "prompt_encoder_config": {"hidden_size": 32},
+        "mask_decoder_config": {"hidden_size": 32, "mlp_dim": 32},
+    },
+    "swin": {"image_size": 64, "patch_size": 4, "window_size": 4},
+    "swin2sr": {"image_size": 16, "patch_size": 1, "window_size": 8},
+    "swinv2": {"image_size": 64, "patch_size": 4, "window_size": 4},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "paligemma": {
+        "text_config": {**_TOWER, "model_type": "gemma", "num_key_value_heads": 2, "head_dim": 8},
+        "vision_config": {**_TOWER, **_EYES, "model_type": "siglip_vision_model"},
+        "projection_dim": 32,
+        "image_token_index": 5,
+    },
     "mask2former": {"backbone_config": _TINY_SWIN, "use_pretrained_backbone": False, "num_queries": 5},
 }
 
@@ -141,12 +193,18 @@ def _shrink(config_class: Any) -> dict[str, Any]:
     return arguments
 
 
+def _merge(arguments: dict[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with others in their place, also in those of parts."""
+    parts = {key: _merge(arguments[key], value) for key, value in others.items() if isinstance(arguments.get(key), dict)}
+    return {**arguments, **others, **parts}
+
+
 def _make_transformers(kind: str) -> tuple[nn.Module, Any]:
     import transformers
 
     transformers.logging.set_verbosity_error()
     config_class = transformers.CONFIG_MAPPING[kind]
-    config = config_class(**{**_shrink(config_class), **_ARGUMENTS.get(kind, {})})
+    config = config_class(**_merge(_shrink(config_class), _ARGUMENTS.get(kind, {})))
     with torch.device("meta"):
         count = sum(p.numel() for p in transformers.AutoModel.from_config(config).parameters())
     assert count < 6_000_000, f"{count} parameters"
@@ -160,7 +218,9 @@ def _make_batch(model: Any) -> dict[str, Any]:
     sight = getattr(config, "vision_config", config)
     side = getattr(sight, "image_size", None) or 64
     sides = side if isinstance(side, Sequence) else (side, side)
-    ids, batch = torch.randint(3, 90, (2, 16)), dict[str, Any]()
+    ids, batch = torch.randint(6, 90, (2, 24)), dict[str, Any]()
+    if hasattr(config, "image_token_id") and "pixel_values" in names:
+        ids[:, :16] = config.image_token_id
     if "input_ids" in names:
         batch["input_ids"] = ids
     if "pixel_values" in names:
@@ -169,7 +229,11 @@ def _make_batch(model: Any) -> dict[str, Any]:
     if "input_values" in names:
         shape = (2, config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else (2, 4000)
         batch["input_values"] = torch.randn(shape)
-    if "input_features" in names:
+    if "inputs" in names and not batch:
+        batch["inputs"] = torch.randn(2, 24, config.d_model)
+    if hasattr(config, "input_feat_per_channel"):
+        batch["input_features"] = torch.randn(2, 64, config.input_feat_per_channel)
+    elif "input_features" in names:
         shape = (2, config.num_mel_bins, 2 * config.max_source_positions) if hasattr(config, "encoder_layers") else (2, 32, 160)
         batch["input_features"] = torch.randn(shape)
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
@@ -211,9 +275,8 @@ _TIMM: dict[str, dict[str, Any]] = {  # name: arguments; "side" is that of image
     "pit_ti_224": {"side": 224},
     "twins_pcpvt_small": {"embed_dims": (16, 32, 64, 128), "num_heads": (1, 2, 4, 8), "img_size": 64},
     "crossvit_9_240": {"side": 240},
-    "coat_lite_tiny": {"img_size": 64, "embed_dims": (16, 32, 64, 128), "num_heads": (2, 2, 2, 2)},
+    "coat_lite_tiny": {"img_size": 64},
     "visformer_tiny": {"img_size": 224},
-    "volo_d1_224": {"embed_dims": (24, 48, 48, 48), "num_heads": (2, 4, 4, 4), "img_size": 64},
     "tnt_s_patch16_224": {
         "embed_dim": 32,
         "inner_dim": 8,
@@ -234,12 +297,14 @@ _TIMM_CLASSES = {  # what a name of timm fixes too much of: module, class
     "gcvit": ("gcvit", "GlobalContextVit"),
     "focalnet": ("focalnet", "FocalNet"),
     "nest": ("nest", "Nest"),
+    "volo": ("volo", "VOLO"),
 }
 _TIMM |= {
     "mixer": {"embed_dim": 32, "num_blocks": 6, "patch_size": 8, "img_size": 64},
     "convmixer": {"dim": 32, "depth": 8, "kernel_size": 5, "patch_size": 4},
     "gcvit": {"embed_dim": 16, "depths": (2, 2, 3, 2), "num_heads": (1, 2, 4, 8), "img_size": 224},
     "focalnet": {"embed_dim": 16, "depths": (2, 2, 4, 2)},
+    "volo": {"layers": (2, 2, 2, 2), "embed_dims": (24, 48, 48, 48), "num_heads": (2, 4, 4, 4), "img_size": 64},
     "nest": {"embed_dims": (16, 32, 64), "num_heads": (1, 2, 4), "depths": (2, 2, 4), "img_size": 64},
 }
 

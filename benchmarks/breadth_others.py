@@ -58,7 +58,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any], Any]] = {
             "squeezenet1_1",
         )
     },
-    "torchvision/mvit_v1": ("torchvision.models.video.mvit_v1_b", {}, ([1, 3, 16, 224, 224],)),
     "torch/encoder": ("breadth_others.make_encoder", {"norm_first": False}, ([2, 8, 32],)),
     "torch/encoder_norm_first": ("breadth_others.make_encoder", {"norm_first": True}, ([2, 8, 32],)),
     "torch/transformer": (
@@ -287,7 +286,12 @@ OTHERS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "open_clip/CLIP": ("open_clip.model.CLIP", _CLIP, (_IMAGE[0], _IDS)),
     "open_clip/CoCa": (
         "open_clip.coca_model.CoCa",
-        {**_CLIP, "multimodal_cfg": {"context_length": 16, "vocab_size": 99, "width": 32, "heads": 4, "layers": 4}},
+        {
+            **_CLIP,
+            "vision_cfg": {**_CLIP["vision_cfg"], "attentional_pool": True, "attn_pooler_heads": 4, "output_tokens": True},
+            "text_cfg": {**_CLIP["text_cfg"], "embed_cls": True, "output_tokens": True},
+            "multimodal_cfg": {"context_length": 16, "vocab_size": 99, "width": 32, "heads": 4, "layers": 4},
+        },
         (_IMAGE[0], _IDS),
     ),
     "x_transformers/Decoder": ("breadth_others.make_x", {"kind": "Decoder"}, (_IDS,)),

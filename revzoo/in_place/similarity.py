@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import call, in_mode, preserve_random_streams
+from revzoo.analysis.likeness import measure_cosines
 from revzoo.block_steps.conventions import find_state, get_state
 from revzoo.errors import ConversionError, InputError
 from revzoo.in_place.block_lists import BlockLists
@@ -155,5 +156,5 @@ def measure_similarity(before: Tensor, after: Tensor, batch: Any) -> Similarity:
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     mask = torch.ones(before.shape[:-1]) if mask is None or mask.shape != before.shape[:-1] else mask
     counts = mask.to(before.device).bool()
-    cosines = torch.cosine_similarity(before[counts], after[counts], dim=-1)
+    cosines = measure_cosines(before[counts], after[counts])
     return Similarity(float(cosines.mean()), float(cosines.min()), len(before))
