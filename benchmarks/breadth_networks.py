@@ -5,7 +5,7 @@ Transformers' are made from their configurations by one table of small sizes, ti
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
