@@ -74,7 +74,7 @@ afmoe aimv2 albert altclip apertus arcee audio-spectrogram-transformer bamba bar
 bigbird_pegasus biogpt bit bitnet blenderbot blenderbot-small blip bloom bridgetower camembert canine chinese_clip clip
 clipseg codegen cohere cohere2 conditional_detr convbert convnext convnextv2 ctrl cvt data2vec-audio data2vec-text
 data2vec-vision deberta deberta-v2 deepseek_v3 deit detr diffllama dinov2 dinov2_with_registers dinov3_vit distilbert doge
-dots1 dpr dpt electra ernie ernie4_5 esm exaone4 falcon falcon_h1 falcon_mamba flaubert flava fnet focalnet funnel gemma
+dots1 dpr dpt electra ernie ernie4_5 esm exaone4 falcon falcon_h1 falcon_mamba flaubert flava fnet focalnet gemma
 gemma2 gemma3_text git glm glm4 glm4_moe glpn gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe groupvit
 helium hiera hubert hunyuan_v1_dense ibert ijepa imagegpt jamba jetmoe layoutlm layoutlmv3 led levit lfm2 lilt llama
 llama4_text llava longformer longt5 luke m2m_100 mamba mamba2 marian markuplm mask2former mbart megatron-bert minimax
@@ -126,7 +126,6 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {  # what one type of Transformers needs
     "deepseek_v3": {"num_key_value_heads": 4},
     "detr": _DETR,
     "flava": {"image_config": {**_TOWER, "image_size": 64, "patch_size": 16}},
-    "funnel": {"block_sizes": [2, 2], "block_repeats": [1, 1], "num_decoder_layers": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "gptj": {"rotary_dim": 8},
     "layoutlmv3": {"input_size": 64, "coordinate_size": 4, "shape_size": 8},
@@ -152,14 +151,20 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {  # what one type of Transformers needs
         "neck_hidden_sizes": [16, 16, 24, 24, 32, 32, 64],
     },
     "mobilevitv2": {"image_size": 64, "patch_size": 2},
-    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 6], "lsh_attn_chunk_length": 8, "num_buckets": 2},
-    "roc_bert": {"enable_pronunciation": False, "enable_shape": False},
+    "reformer": {
+        "axial_pos_embds_dim": [16, 16],
+        "axial_pos_shape": [4, 6],
+        "lsh_attn_chunk_length": 8,
+        "local_attn_chunk_length": 8,
+        "num_buckets": 2,
+    },
+    "roc_bert": {"pronunciation_vocab_size": 99, "shape_vocab_size": 99},
     "sam": {
         "vision_config": {"output_channels": 32, "global_attn_indexes": [1, 3], "window_size": 2, "num_pos_feats": 16},
         "prompt_encoder_config": {"hidden_size": 32},
         "mask_decoder_config": {"hidden_size": 32, "mlp_dim": 32},
     },
-    "swin": {"image_size": 64, "patch_size": 4, "window_size": 4},
+    "swin": {"image_size": 128, "patch_size": 4, "window_size": 4},
     "swin2sr": {"image_size": 16, "patch_size": 1, "window_size": 8},
     "swinv2": {"image_size": 64, "patch_size": 4, "window_size": 4},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
