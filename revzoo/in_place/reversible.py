@@ -74,7 +74,7 @@ class ReversibleReport:
         lines = [f"{self.model}: {self.coupling} coupling, {self.kept_bits} bits kept of every element and step"]
         branches = self.branches or ("",) * len(self.chains)
         for chain, block, parts, size in zip(self.chains, self.blocks, branches, self.kept_bytes_per_element, strict=True):
-            stored = chain.state_bytes * chain.length
+            stored = chain.state_bytes * len(chain.blocks)
             dtypes = (
                 f"{stored} in float64" if chain.state_bytes == 8 else f"{stored} in float32, {stored // 2} in half precision"
             )
@@ -89,8 +89,8 @@ class ReversibleReport:
             lines.append(str(self.similarity))
         if self.restarts:
             lines.append(
-                f"{len(self.restarts)} of {sum(chain.length for chain in self.chains)} blocks begin a chain of their own, with "
-                f"two more states: {join_names(self.restarts, most=3)}. The network's code changes the state before them. "
+                f"{len(self.restarts)} of {sum(len(chain.blocks) for chain in self.chains)} blocks begin a chain of their own, "
+                f"with two more states: {join_names(self.restarts, most=3)}. The network's code changes the state before them. "
                 "Move that code into the forward of the blocks, or make lists reversible that it does not reach into."
             )
         if self.left:
@@ -147,9 +147,9 @@ def reversible_(
         digits = surveys[path].fraction_bits if fraction_bits is None and path in surveys else fraction_bits
         owner = model.get_submodule(path.rpartition(".")[0])
         names = () if split is None else tuple(name if isinstance(name, str) else name[0] for name in split)
-        chain = BlockChain(path, owner, len(blocks), _make_coupling(coupling, kept_bits, digits), names, check_patterns(keep))
+        chain = BlockChain(path, owner, list(blocks), _make_coupling(coupling, kept_bits, digits), names, check_patterns(keep))
         chains.append(chain)
-        for i, block in enumerate(blocks):
+        for i, block in enumerate(blocks.values()):
             if split is None:
                 steps.append(BlockStep(block, chain, i))
             else:
@@ -169,12 +169,12 @@ def reversible_(
     return ReversibleReport(
         type(model).__name__,
         tuple(chains),
-        tuple(type(blocks[0]).__name__ for blocks in chosen.values()),
+        tuple(type(next(iter(blocks.values()))).__name__ for blocks in chosen.values()),
         coupling,
         kept_bits,
         similarity,
         tuple(others),
-        tuple(_describe_branches(blocks, branches) for blocks in chosen.values()) if branches else (),
+        tuple(_describe_branches(blocks.values(), branches) for blocks in chosen.values()) if branches else (),
         tuple(restarts),
     )
 
@@ -196,7 +196,7 @@ def ordinary_(model: nn.Module) -> None:
         step.remove()
 
 
-def _describe_branches(blocks: Sequence[nn.Module], branches: dict[nn.Module, Branches]) -> str:
+def _describe_branches(blocks: Iterable[nn.Module], branches: dict[nn.Module, Branches]) -> str:
     """Return the submodules that compute the branches of blocks, in words; blocks may differ."""
     words = (", then ".join(join_names(branch.parts) for branch in branches[block]) for block in blocks)
     return " or ".join(dict.fromkeys(words))
