@@ -11,11 +11,13 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from revzoo.analysis.flops import FEW_FLOPS, FlopCounter
 from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
 from revzoo.bounds import MOST_KEPT_BITS
 from revzoo.errors import InputError, UnknownNameError, join_names
 from revzoo.in_place.block_lists import choose_lists
+from revzoo.in_place.peaks import Peaks, count_peaks
 from revzoo.in_place.similarity import (
     FRACTION_BITS,
     USUAL_FRACTION_BITS,
@@ -47,6 +49,8 @@ class ReversibleReport:
         branches: for each chain, the submodules that compute the two branches of a block; empty if blocks are not split.
         restarts: the blocks on the batch that were given another tensor than the block before them returned, so that they began
             a chain of their own.
+        peaks: of a training step on the batch, stored, checkpointed and reversible; None without a batch. A text says why they
+            could not be counted.
     """
 
     model: str
@@ -58,6 +62,7 @@ class ReversibleReport:
     left: tuple[str, ...]
     branches: tuple[str, ...] = ()
     restarts: tuple[str, ...] = ()
+    peaks: Peaks | str | None = None
 
     @property
     def steps(self) -> int:
@@ -87,6 +92,8 @@ class ReversibleReport:
             )
         if self.similarity is not None:
             lines.append(str(self.similarity))
+        if self.peaks is not None:
+            lines.append(str(self.peaks))
         if self.restarts:
             lines.append(
                 f"{len(self.restarts)} of {sum(len(chain.blocks) for chain in self.chains)} blocks begin a chain of their own, "
@@ -119,8 +126,8 @@ def reversible_(
         paths: of lists of blocks (ModuleList or Sequential) in it, such as "model.layers". None: the longest list of blocks of
             one class and size; the report says which.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments. With one, the network is
-            run on it before and after: the report says how much its outputs differ, and each chain has a grid that fits its
-            states.
+            run on it before and after: each chain has a grid that fits its states, and the report says how much the outputs
+            differ, and whether a training step takes less than with gradient checkpointing.
         coupling: "momentum", or "dual_residual", w[k+1] = f(w[k]) + 2^-kept_bits w[k-1].
         kept_bits: from 1 to 15: fewer keep less, and change the function more.
         fraction_bits: binary digits of the states after the point; states stay below 2^(24 - fraction_bits). None: 16, or
@@ -155,13 +162,14 @@ def reversible_(
             else:
                 first, second = branches[block]
                 steps.append(BranchStep(block, chain, 2 * i, first, BranchStep(block, chain, 2 * i + 1, second)))
-    similarity, restarts = None, list[str]()
+    similarity, peaks, restarts = None, None, list[str]()
     for step in steps:
         step.install()
     try:
         if before is not None:
-            with observe_calls(partial(_note_restart, restarts)):
+            with observe_calls(partial(_note_restart, restarts)), FlopCounter() as flops:
                 similarity = measure_similarity(before, run_network(model, batch), batch)
+            peaks = count_peaks(model, batch, steps, fake=flops.forward * 4 > FEW_FLOPS)
     except BaseException:
         for step in steps:
             step.remove()
@@ -176,6 +184,7 @@ def reversible_(
         tuple(others),
         tuple(_describe_branches(blocks.values(), branches) for blocks in chosen.values()) if branches else (),
         tuple(restarts),
+        peaks,
     )
 
 
