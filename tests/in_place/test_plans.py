@@ -154,4 +154,4 @@ def test_a_mixture_whose_kernel_has_other_rules_without_values_is_counted_by_run
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_hidden_layers=3, num_local_experts=4))
     assert isinstance(revzoo.reversible_(model, batch=TEXT).peaks, Peaks)
     plan = revzoo.plan(model, TEXT, "1TiB", loss=lambda outputs: outputs.loss)
-    assert plan.peak_bytes == plan.no_recompute_peak_bytes
+    assert 0 < plan.peak_bytes <= plan.no_recompute_peak_bytes
