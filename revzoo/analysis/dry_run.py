@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
-from revzoo.analysis.fake_tensors import find_fake_mode, is_divided_copy, make_fake, silence_failures
+from revzoo.analysis.fake_tensors import FakeKernelError, find_fake_mode, is_divided_copy, make_fake, silence_failures
 from revzoo.device import has_value
 from revzoo.errors import InputError, MissingValueError
 from revzoo.runtime.complete_gradients import take_gradients
@@ -138,6 +138,9 @@ def _explain_missing_values(model: nn.Module) -> Iterator[None]:
             f"Bytes are counted without values. Received: a value that {where} asks for (.item(), float()). Take that out "
             "while they are counted."
         ) from error
+    except FakeKernelError as error:
+        where = _find_asking_module(model, error)
+        raise MissingValueError(f"Bytes are counted without values. Received: {where}, with {error}.") from error
 
 
 def _find_asking_module(model: nn.Module, error: BaseException) -> str:

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 
 from revzoo.runtime.nested import map_tensors
 
@@ -61,6 +67,10 @@ _VIEWS = {
 _GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 
 
+class FakeKernelError(RuntimeError):
+    """An operation that fails without values: it has other rules than the kernel of the device, or none."""
+
+
 class FakeMode(FakeTensorMode):
     """One under which norms on a CPU return the dtypes of their kernels, and views take a fifth of the time.
 
@@ -76,7 +86,12 @@ class FakeMode(FakeTensorMode):
             with in_kernel_invocation_manager(self):
                 views = func(*args, **(kwargs or {}))
             return map_tensors(lambda t: FakeTensor(self, t, args[0].fake_device), views)
-        out: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            out: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException, FakeKernelError):
+            raise
+        except RuntimeError as error:
+            raise FakeKernelError(f"{func}: {error}".partition("\n")[0]) from error
         if func in _NORMS and args[0].device.type == "cpu":
             dtypes = {t.dtype for t in args[1:] if isinstance(t, Tensor)}
             y, *statistics = out

@@ -18,7 +18,7 @@ from revzoo.runtime.operations import ATTENTION, find_registered_formulas
 from revzoo.runtime.replaced_call import is_replaced
 
 FLOPS_PER_BYTE = 16  # what a device computes while it moves a byte: the price of moved bytes in plans that are not timed
-FLOPS_PER_BYTE = 16  # what a device computes while it moves a byte: the price of moved bytes in plans that are not timed
+FEW_FLOPS = 4 * 10**9  # a CPU runs a step of this many in less time than Python takes for the same step in FakeTensors
 Formula = Callable[..., int]  # called with the operation's arguments and, as `out_val`, what it returned
 
 

@@ -57,7 +57,7 @@ class BlockChain:
     Args:
         path: of the list in the network.
         owner: the module that has the list.
-        length: number of blocks.
+        blocks: names of the blocks in the network: all of the list, or those of it that follow one another and fit.
         coupling: of every step; it keeps bits.
         branches: the names of the two residual branches, if each is a step of its own.
         keep: names the submodules whose outputs are kept.
@@ -67,7 +67,7 @@ class BlockChain:
         self,
         path: str,
         owner: nn.Module,
-        length: int,
+        blocks: Sequence[str],
         coupling: Coupling,
         branches: tuple[str, ...] = (),
         keep: Sequence[Pattern] = (),
@@ -75,7 +75,7 @@ class BlockChain:
         self.path = path
         self.branches = branches
         self._owner = ModuleReference(owner)
-        self.length = length
+        self.blocks = blocks
         self.coupling = coupling
         self.schedule = "invert"
         self._schedule_before_plan: list[Mode] | None = None
@@ -91,8 +91,9 @@ class BlockChain:
     @property
     def names(self) -> list[str]:
         """The names of the steps: those of the blocks, and of their branches if blocks are split."""
-        names = [f"{self.path}.{i}" for i in range(self.length)]
-        return [f"{name}.{branch}" for name in names for branch in self.branches] if self.branches else names
+        if not self.branches:
+            return list(self.blocks)
+        return [f"{block}.{branch}" for block in self.blocks for branch in self.branches]
 
     @property
     def state_bytes(self) -> int:
@@ -216,7 +217,7 @@ class BlockStep(nn.Module):
     @property
     def name(self) -> str:
         """The block's name in the network, and that of the branch if it is split."""
-        return self.chain.names[self.index] if self.chain.branches else f"{self.chain.path}.{self.index}"
+        return self.chain.names[self.index]
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns, with the next state of the chain in place of its own."""

@@ -12,7 +12,7 @@ from revzoo.errors import ConversionError, InputError, UnknownNameError, join_na
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.replaced_call import is_replaced
 
-BlockLists = dict[str, Sequence[nn.Module]]
+BlockLists = dict[str, dict[str, nn.Module]]  # by the path of a list: its blocks, by their names in the network
 
 
 def choose_lists(model: nn.Module, paths: Sequence[str]) -> tuple[BlockLists, BlockLists]:
@@ -27,7 +27,7 @@ def choose_lists(model: nn.Module, paths: Sequence[str]) -> tuple[BlockLists, Bl
     """
     require_module(model)
     _require_ordinary(model)
-    candidates = dict(_find_lists(model, ""))
+    candidates: BlockLists = dict(_find_lists(model, ""))
     if not candidates and not paths:
         raise InputError(
             f"{type(model).__name__} has no list of two or more blocks of one class and size. Name a ModuleList or Sequential: "
@@ -41,10 +41,10 @@ def choose_lists(model: nn.Module, paths: Sequence[str]) -> tuple[BlockLists, Bl
     return chosen, {path: blocks for path, blocks in candidates.items() if path not in chosen}
 
 
-def _find_lists(module: nn.Module, path: str) -> Iterator[tuple[str, Sequence[nn.Module]]]:
+def _find_lists(module: nn.Module, path: str) -> Iterator[tuple[str, dict[str, nn.Module]]]:
     """Yield the lists of blocks of one class and size, but not those inside of such blocks."""
     if isinstance(module, nn.ModuleList | nn.Sequential) and _are_alike(list(module)):
-        yield path, list(module)
+        yield path, _name_blocks(module, path)
         return
     for name, child in module.named_children():
         yield from _find_lists(child, f"{path}.{name}".removeprefix("."))
@@ -60,7 +60,7 @@ def _are_alike(blocks: Sequence[nn.Module]) -> bool:
     )
 
 
-def _get_list(model: nn.Module, path: str, candidates: BlockLists) -> Sequence[nn.Module]:
+def _get_list(model: nn.Module, path: str, candidates: BlockLists) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
     if path not in modules:
         raise UnknownNameError("list of blocks", path, candidates)
@@ -70,7 +70,11 @@ def _get_list(model: nn.Module, path: str, candidates: BlockLists) -> Sequence[n
             f"A list of blocks is a ModuleList or Sequential of two or more. Received: {path!r}, a {type(module).__name__}. "
             f"Lists in this network: {join_names(list(candidates))}."
         )
-    return list(module)
+    return _name_blocks(module, path)
+
+
+def _name_blocks(blocks: nn.ModuleList | nn.Sequential, path: str) -> dict[str, nn.Module]:
+    return {f"{path}.{i}".removeprefix("."): block for i, block in enumerate(blocks)}
 
 
 def _require_ordinary(model: nn.Module) -> None:
@@ -97,8 +101,7 @@ def _require_distinct(chosen: BlockLists) -> None:
     """Raise InputError if a block is in two places, reversible already, or part of another one."""
     places: dict[nn.Module, str] = {}
     for path, blocks in chosen.items():
-        for i, block in enumerate(blocks):
-            name = f"{path}.{i}"
+        for name, block in blocks.items():
             if block in places:
                 raise ConversionError(f"{name} is the same module as {places[block]}: a block is one step of one chain.")
             if get_step(block) is not None:

@@ -11,11 +11,13 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from revzoo.analysis.flops import FEW_FLOPS, FlopCounter
 from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
 from revzoo.bounds import MOST_KEPT_BITS
 from revzoo.errors import InputError, UnknownNameError, join_names
 from revzoo.in_place.block_lists import choose_lists
+from revzoo.in_place.peaks import Peaks, count_peaks
 from revzoo.in_place.similarity import (
     FRACTION_BITS,
     USUAL_FRACTION_BITS,
@@ -47,6 +49,8 @@ class ReversibleReport:
         branches: for each chain, the submodules that compute the two branches of a block; empty if blocks are not split.
         restarts: the blocks on the batch that were given another tensor than the block before them returned, so that they began
             a chain of their own.
+        peaks: of a training step on the batch, stored, checkpointed and reversible; None without a batch. A text says why they
+            could not be counted.
     """
 
     model: str
@@ -58,6 +62,7 @@ class ReversibleReport:
     left: tuple[str, ...]
     branches: tuple[str, ...] = ()
     restarts: tuple[str, ...] = ()
+    peaks: Peaks | str | None = None
 
     @property
     def steps(self) -> int:
@@ -74,7 +79,7 @@ class ReversibleReport:
         lines = [f"{self.model}: {self.coupling} coupling, {self.kept_bits} bits kept of every element and step"]
         branches = self.branches or ("",) * len(self.chains)
         for chain, block, parts, size in zip(self.chains, self.blocks, branches, self.kept_bytes_per_element, strict=True):
-            stored = chain.state_bytes * chain.length
+            stored = chain.state_bytes * len(chain.blocks)
             dtypes = (
                 f"{stored} in float64" if chain.state_bytes == 8 else f"{stored} in float32, {stored // 2} in half precision"
             )
@@ -87,10 +92,12 @@ class ReversibleReport:
             )
         if self.similarity is not None:
             lines.append(str(self.similarity))
+        if self.peaks is not None:
+            lines.append(str(self.peaks))
         if self.restarts:
             lines.append(
-                f"{len(self.restarts)} of {sum(chain.length for chain in self.chains)} blocks begin a chain of their own, with "
-                f"two more states: {join_names(self.restarts, most=3)}. The network's code changes the state before them. "
+                f"{len(self.restarts)} of {sum(len(chain.blocks) for chain in self.chains)} blocks begin a chain of their own, "
+                f"with two more states: {join_names(self.restarts, most=3)}. The network's code changes the state before them. "
                 "Move that code into the forward of the blocks, or make lists reversible that it does not reach into."
             )
         if self.left:
@@ -119,8 +126,8 @@ def reversible_(
         paths: of lists of blocks (ModuleList or Sequential) in it, such as "model.layers". None: the longest list of blocks of
             one class and size; the report says which.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments. With one, the network is
-            run on it before and after: the report says how much its outputs differ, and each chain has a grid that fits its
-            states.
+            run on it before and after: each chain has a grid that fits its states, and the report says how much the outputs
+            differ, and whether a training step takes less than with gradient checkpointing.
         coupling: "momentum", or "dual_residual", w[k+1] = f(w[k]) + 2^-kept_bits w[k-1].
         kept_bits: from 1 to 15: fewer keep less, and change the function more.
         fraction_bits: binary digits of the states after the point; states stay below 2^(24 - fraction_bits). None: 16, or
@@ -147,21 +154,22 @@ def reversible_(
         digits = surveys[path].fraction_bits if fraction_bits is None and path in surveys else fraction_bits
         owner = model.get_submodule(path.rpartition(".")[0])
         names = () if split is None else tuple(name if isinstance(name, str) else name[0] for name in split)
-        chain = BlockChain(path, owner, len(blocks), _make_coupling(coupling, kept_bits, digits), names, check_patterns(keep))
+        chain = BlockChain(path, owner, list(blocks), _make_coupling(coupling, kept_bits, digits), names, check_patterns(keep))
         chains.append(chain)
-        for i, block in enumerate(blocks):
+        for i, block in enumerate(blocks.values()):
             if split is None:
                 steps.append(BlockStep(block, chain, i))
             else:
                 first, second = branches[block]
                 steps.append(BranchStep(block, chain, 2 * i, first, BranchStep(block, chain, 2 * i + 1, second)))
-    similarity, restarts = None, list[str]()
+    similarity, peaks, restarts = None, None, list[str]()
     for step in steps:
         step.install()
     try:
         if before is not None:
-            with observe_calls(partial(_note_restart, restarts)):
+            with observe_calls(partial(_note_restart, restarts)), FlopCounter() as flops:
                 similarity = measure_similarity(before, run_network(model, batch), batch)
+            peaks = count_peaks(model, batch, steps, fake=flops.forward * 4 > FEW_FLOPS)
     except BaseException:
         for step in steps:
             step.remove()
@@ -169,13 +177,14 @@ def reversible_(
     return ReversibleReport(
         type(model).__name__,
         tuple(chains),
-        tuple(type(blocks[0]).__name__ for blocks in chosen.values()),
+        tuple(type(next(iter(blocks.values()))).__name__ for blocks in chosen.values()),
         coupling,
         kept_bits,
         similarity,
         tuple(others),
-        tuple(_describe_branches(blocks, branches) for blocks in chosen.values()) if branches else (),
+        tuple(_describe_branches(blocks.values(), branches) for blocks in chosen.values()) if branches else (),
         tuple(restarts),
+        peaks,
     )
 
 
@@ -196,7 +205,7 @@ def ordinary_(model: nn.Module) -> None:
         step.remove()
 
 
-def _describe_branches(blocks: Sequence[nn.Module], branches: dict[nn.Module, Branches]) -> str:
+def _describe_branches(blocks: Iterable[nn.Module], branches: dict[nn.Module, Branches]) -> str:
     """Return the submodules that compute the branches of blocks, in words; blocks may differ."""
     words = (", then ".join(join_names(branch.parts) for branch in branches[block]) for block in blocks)
     return " or ".join(dict.fromkeys(words))

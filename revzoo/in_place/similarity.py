@@ -84,8 +84,8 @@ def survey_blocks(model: nn.Module, lists: BlockLists, batch: Any) -> tuple[dict
     surveys = {path: BlockSurvey() for path in lists}
     with ExitStack() as stack:
         for path, blocks in lists.items():
-            for i, block in enumerate(blocks):
-                for handle in _watch(block, f"{path}.{i}", surveys[path]):
+            for name, block in blocks.items():
+                for handle in _watch(block, name, surveys[path]):
                     stack.callback(handle.remove)
         output = run_network(model, batch)
     if unused := [path for path, survey in surveys.items() if not survey.is_used]:

@@ -74,9 +74,9 @@ def find_branches(model: nn.Module, lists: BlockLists, split: Split, batch: Any)
     """
     branches: dict[nn.Module, Branches] = {}
     with ExitStack() as stack:
-        for path, blocks in lists.items():
-            for i, block in enumerate(blocks):
-                trial = _Trial(block, f"{path}.{i}", *(_find_parts(block, f"{path}.{i}", part) for part in split))
+        for blocks in lists.values():
+            for name, block in blocks.items():
+                trial = _Trial(block, name, *(_find_parts(block, name, part) for part in split))
 
                 def split_block(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trial: _Trial = trial) -> None:
                     if block not in branches:
@@ -84,7 +84,7 @@ def find_branches(model: nn.Module, lists: BlockLists, split: Split, batch: Any)
 
                 stack.callback(block.register_forward_pre_hook(split_block, with_kwargs=True).remove)
         run_network(model, batch)
-    if missed := [f"{path}.{i}" for path, blocks in lists.items() for i, b in enumerate(blocks) if b not in branches]:
+    if missed := [name for blocks in lists.values() for name, block in blocks.items() if block not in branches]:
         raise ConversionError(f"{missed[0]} is not called with this batch, so it cannot be split. Give one that uses it.")
     return branches
 

@@ -31,6 +31,39 @@ def test_each_step_keeps_its_bits_alone_and_the_report_says_so(dtype, bits, spli
     assert f"(their inputs alone would be {stored})" in str(report)
 
 
+@pytest.mark.parametrize("run", ["with values", "without", "without, and the network asks for one"])
+def test_the_report_counts_a_step_as_it_was_checkpointed_and_as_it_is(run, monkeypatch):
+    """The network's own checkpointing has the same peak as that which is counted."""
+    model = llama(6).train()
+    if run != "with values":
+        monkeypatch.setattr("revzoo.in_place.reversible.FEW_FLOPS", 0)
+    if "asks" in run:
+        model.model.embed_tokens.register_forward_pre_hook(lambda _, args: print(int(args[0].max())))
+    batch = {"input_ids": torch.arange(128).reshape(8, 16) % 20}
+    stored = revzoo.measure_memory(model, batch)
+    switch_checkpointing(model, "enable")
+    checkpointed = revzoo.measure_memory(model, batch)
+    switch_checkpointing(model, "disable")
+    own = [vars(module).get("forward") for module in model.modules()]
+    peaks = revzoo.reversible_(model.eval(), batch=batch).peaks
+    assert not any(module.training for module in model.modules())
+    assert (peaks.stored, peaks.checkpointed) == (stored, checkpointed)
+    assert peaks.reversible == revzoo.measure_memory(model.train(), batch)
+    revzoo.ordinary_(model)
+    assert [vars(module).get("forward") for module in model.modules()] == own
+
+
+def test_a_larger_batch_or_a_plan_is_advised_where_nothing_is_gained():
+    model = llama(12)
+    few, many = ({"input_ids": torch.ones(examples, 16, dtype=torch.long)} for examples in (1, 64))
+    assert "weights and their gradients are most of the peak. A larger batch" in str(revzoo.reversible_(model, batch=few).peaks)
+    revzoo.ordinary_(model)
+    assert revzoo.reversible_(model, batch=many).peaks.is_worth_it
+    shallow = str(revzoo.reversible_(llama(2), batch=many).peaks)
+    assert "Not worth it on this batch" in shallow
+    assert "revzoo.plan of the ordinary network" in shallow
+
+
 @pytest.mark.parametrize("last", ["store", "recompute"])
 def test_inverted_blocks_in_front_of_others_keep_their_bits_alone(last):
     kept = {}

@@ -4,10 +4,12 @@ from itertools import product
 
 import pytest
 import torch
+import transformers
 
 import revzoo
 from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import BudgetError, InputError, PlanError
+from revzoo.in_place.peaks import Peaks
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import assign_schedule, list_units
 from revzoo.planning.solvers.schedule_totals import peak
@@ -144,3 +146,12 @@ def test_what_a_plan_does_not_take_is_named(toy):
     both = torch.nn.Sequential(toy, revzoo.runtime.ReversibleChain([Tanh(), Tanh()]))
     with pytest.raises(InputError, match="1 is a reversible chain, and 0.blocks a list of reversible blocks"):
         revzoo.plan(both, X, "1MiB")
+
+
+def test_a_mixture_whose_kernel_has_other_rules_without_values_is_counted_by_running():
+    """Without values, PyTorch's grouped product refuses float32."""
+    sizes = {"vocab_size": 20, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_hidden_layers=3, num_local_experts=4))
+    assert isinstance(revzoo.reversible_(model, batch=TEXT).peaks, Peaks)
+    plan = revzoo.plan(model, TEXT, "1TiB", loss=lambda outputs: outputs.loss)
+    assert 0 < plan.peak_bytes <= plan.no_recompute_peak_bytes

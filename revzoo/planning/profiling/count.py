@@ -14,6 +14,7 @@ from torch import nn
 
 from revzoo.analysis.chains import find_block_chains, preserve_schedules
 from revzoo.analysis.dry_run import LossFunction, isolated
+from revzoo.analysis.flops import FEW_FLOPS
 from revzoo.device import has_value
 from revzoo.errors import InputError, MissingValueError, join_names
 from revzoo.planning.profiling.derivation import build_problem
@@ -25,7 +26,6 @@ from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import LookaheadOption
 from revzoo.runtime.mode import MODES, Mode
 
-_FEW_FLOPS = 4 * 10**9  # a CPU runs a step of this many in less time than Python takes for the same step in FakeTensors
 _FEW_BYTES = 2**28  # small enough to allocate without asking
 _ALTERNATING = ((Mode.INVERT, Mode.RECOMPUTE), (Mode.RECOMPUTE, Mode.INVERT))
 
@@ -64,7 +64,7 @@ def count(
     with preserve_schedules(model):
         first, *others = list_traced_schedules(entries)
         traces = [_trace_apart(model, batch, first, loss)]
-        small = traces[0].marks[-1].flops <= _FEW_FLOPS and _step_peak(traces[0]) <= _FEW_BYTES
+        small = traces[0].marks[-1].flops <= FEW_FLOPS and _step_peak(traces[0]) <= _FEW_BYTES
         fake = not small or any(p.device.type != "cpu" for p in model.parameters())
         with ignore_error_growth():
             traces += [_trace_apart(model, batch, modes, loss, fake) for modes in others]

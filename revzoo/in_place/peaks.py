@@ -1,0 +1,113 @@
+"""Whether reversible blocks are worth it: the peak of a training step, next to storing everything and to checkpointing."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from revzoo.analysis.dry_run import in_mode, isolated
+from revzoo.analysis.report import MemoryReport
+from revzoo.analysis.step_memory import run_and_measure
+from revzoo.block_steps.block_chain import BlockStep
+from revzoo.block_steps.conventions import leave_out_caches
+from revzoo.device import has_value
+from revzoo.errors import MissingValueError
+from revzoo.format import format_bytes
+from revzoo.runtime.drift import ignore_error_growth
+
+_WORTH = 0.95  # of checkpointing's peak: more is no gain that anybody would notice
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a training step on one batch takes, counted: weights, their gradients, batch and activations.
+
+    Args:
+        stored: of the network as it was.
+        checkpointed: of that network with gradient checkpointing of the blocks that are steps now.
+        reversible: of the network as it is now.
+    """
+
+    stored: MemoryReport
+    checkpointed: MemoryReport
+    reversible: MemoryReport
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether the peak is clearly below that of checkpointing."""
+        return self.reversible.peak_bytes <= _WORTH * self.checkpointed.peak_bytes
+
+    def __str__(self) -> str:
+        stored, checkpointed, reversible = (
+            format_bytes(memory.peak_bytes) for memory in (self.stored, self.checkpointed, self.reversible)
+        )
+        figures = (
+            f"peak of a training step on this batch: {stored} stored, {checkpointed} with gradient checkpointing of the "
+            f"blocks, {reversible} reversible"
+        )
+        return figures if self.is_worth_it else f"{figures}\nNot worth it on this batch: {self._advise()}"
+
+    def _advise(self) -> str:
+        if self.reversible.activation_bytes <= _WORTH * self.checkpointed.activation_bytes:
+            return (
+                "weights and their gradients are most of the peak. A larger batch gains more, and LoRA or an optimizer that "
+                "updates in backward has fewer gradients."
+            )
+        return (
+            "most of the peak is outside of the blocks, or in one of them while it runs again in backward. revzoo.plan of the "
+            "ordinary network reaches checkpointing's peak in less time; split= holds half a block at a time."
+        )
+
+
+def count_peaks(model: nn.Module, batch: Any, steps: Sequence[BlockStep], fake: bool) -> Peaks | str:
+    """Count a training step of a reversible network in three ways. A text says why it cannot be counted.
+
+    Args:
+        steps: what stands for its blocks.
+        fake: run it without values, unless it asks for some, as mixtures of experts do. A small step on a CPU takes less time
+            with them.
+    """
+    fake = fake or any(p.device.type != "cpu" for p in model.parameters())
+    try:
+        reversible = _count_memory(model, batch, fake)
+        with ExitStack() as stack:
+            for step in steps:
+                step.remove()
+                stack.callback(step.install)
+            stored = _count_memory(model, batch, fake)
+            for block in (step.block for step in steps):
+                own = block.__dict__.get("forward")
+                block.__dict__["forward"] = partial(_checkpoint, block.forward)
+                stack.callback(_put_back, block, own)
+            return Peaks(stored, _count_memory(model, batch, fake), reversible)
+    except Exception as error:  # a network may raise anything where its tensors have no values
+        return f"the peak of a training step was not counted: {type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _count_memory(model: nn.Module, batch: Any, fake: bool) -> MemoryReport:
+    with in_mode(model, training=True), ignore_error_growth():
+        try:
+            with isolated(model, batch, fake=fake) as inputs:
+                return run_and_measure(model, inputs).memory
+        except MissingValueError:
+            if not all(map(has_value, model.parameters())):
+                raise
+        with isolated(model, batch) as inputs:
+            return run_and_measure(model, inputs).memory
+
+
+def _checkpoint(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Without caches of keys and values, as Transformers does it: a second run would add to them.
+    args, kwargs = leave_out_caches(args, kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _put_back(block: nn.Module, own: Callable[..., Any] | None) -> None:
+    if own is None:
+        del block.__dict__["forward"]
+    else:
+        block.__dict__["forward"] = own
