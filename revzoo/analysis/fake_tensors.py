@@ -1,13 +1,15 @@
 """Tensors that have a shape, a dtype and a device, but no values: what a model runs on where nothing is to be allocated."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.runtime.nested import map_tensors
 
@@ -58,14 +60,18 @@ _VIEWS = {
     torch.ops.aten.unbind.int,
     torch.ops.aten.split.Tensor,
 }
+_LSTM_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 _GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 
 
 class FakeMode(FakeTensorMode):
-    """One under which norms on a CPU return the dtypes of their kernels, and views take a fifth of the time.
+    """One under which norms and LSTMs on a CPU return what their kernels do, and views take a fifth of the time.
 
     With an input in half precision and weights in float32, norms compute statistics in float32, and a gradient of the input in
     half precision. Under PyTorch's mode it is the other way round.
+
+    oneDNN's layer of an LSTM saves gates and states in a workspace, most of what it keeps, which is empty under PyTorch's mode.
+    Only oneDNN knows its size, so each layer is computed once, with zeros.
 
     PyTorch's mode looks every operation up in a cache. For a view, of which a step has more than of all else, that takes
     longer than the view itself.
@@ -84,12 +90,32 @@ class FakeMode(FakeTensorMode):
         if func is _GROUP_NORM_BACKWARD and args[0].device.type == "cpu":
             dx, *others = out
             return (None if dx is None else dx.to(args[1].dtype)), *others
+        if func is _LSTM_LAYER:
+            *results, workspace = out
+            return *results, workspace.new_empty(_find_workspace_size(args))
         return out
 
     # `torch.compile` goes on capturing the calls that `replaced_call.py` replaces.
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+def _find_workspace_size(args: Sequence[Any]) -> int:
+    """Return how many bytes a layer of an LSTM saves besides its results, given what it is called with."""
+    return _compute_workspace_size(*((tuple(a.shape), a.dtype) if isinstance(a, Tensor) else _freeze(a) for a in args))
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@cache
+def _compute_workspace_size(*args: Any) -> int:
+    with _disable_current_modes(), torch.enable_grad():  # without gradients it saves nothing
+        given = [torch.zeros(a[0], dtype=a[1]) if isinstance(a, tuple) and a and isinstance(a[0], tuple) else a for a in args]
+        workspace: Tensor = _LSTM_LAYER(*given)[-1]
+    return workspace.nbytes
 
 
 @contextmanager
