@@ -1,10 +1,10 @@
 """Tensors that have a shape, a dtype and a device, but no values: what a model runs on where nothing is to be allocated."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ class FakeMode(FakeTensorMode):
             return (None if dx is None else dx.to(args[1].dtype)), *others
         if func is _LSTM_LAYER:
             *results, workspace = out
-            return *results, workspace.new_empty(_find_workspace_size(args))
+            return *results, workspace.new_empty(_compute_workspace_size(*map(_describe, args)))
         return out
 
     # `torch.compile` goes on capturing the calls that `replaced_call.py` replaces.
@@ -101,21 +101,25 @@ class FakeMode(FakeTensorMode):
         return True
 
 
-def _find_workspace_size(args: Sequence[Any]) -> int:
-    """Return how many bytes a layer of an LSTM saves besides its results, given what it is called with."""
-    return _compute_workspace_size(*((tuple(a.shape), a.dtype) if isinstance(a, Tensor) else _freeze(a) for a in args))
+class _Kind(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
-def _freeze(value: Any) -> Any:
+def _describe(value: Any) -> Any:
+    """Return an argument as a part of a key."""
+    if isinstance(value, Tensor):
+        return _Kind(tuple(value.shape), value.dtype)
     return tuple(value) if isinstance(value, list) else value
 
 
 @cache
 def _compute_workspace_size(*args: Any) -> int:
+    """Return how many bytes a layer of an LSTM saves besides its results, given its described arguments."""
     with _disable_current_modes(), torch.enable_grad():  # without gradients it saves nothing
-        given = [torch.zeros(a[0], dtype=a[1]) if isinstance(a, tuple) and a and isinstance(a[0], tuple) else a for a in args]
-        workspace: Tensor = _LSTM_LAYER(*given)[-1]
-    return workspace.nbytes
+        *_, workspace = _LSTM_LAYER(*(torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, _Kind) else a for a in args))
+    size: int = workspace.nbytes
+    return size
 
 
 @contextmanager

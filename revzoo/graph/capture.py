@@ -263,6 +263,7 @@ def capture_calls(module: nn.Module, backend: Callable[[GraphModule, Sequence[An
 
     runner: Runner = torch.compile(fresh, backend=take, dynamic=False)
     patched: Runner = torch._dynamo.config.patch(
+        allow_rnn=True,  # as a call of the graph
         optimize_ddp=False,  # under DistributedDataParallel the compiler would cut the graph at its buckets
         recompile_limit=_MOST_GRAPHS,
         accumulated_recompile_limit=_MOST_GRAPHS,
