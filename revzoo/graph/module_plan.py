@@ -289,8 +289,9 @@ class _PlannedCall:
             warnings.warn(
                 f"A call of {self._setting.model} differs from the one that was planned (batch of "
                 f"{', '.join(self._setting.batch)}{received}), so it stores what is not in the plan, and its peak is another. "
-                "Plan again for this batch, or drop the last incomplete batch. With the planned batch, the module or what requires "
-                "a gradient has changed since: plan again. Or its forward has taken another branch: plan a part that does not.",
+                "Plan again for this batch, or drop the last incomplete batch. With the planned batch, the module or what "
+                "requires a gradient has changed since: plan again. Or its forward has taken another branch: plan a part that "
+                "does not.",
                 stacklevel=3,
             )
 
