@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.runtime.nested import map_tensors
 
@@ -64,6 +66,7 @@ _VIEWS = {
     torch.ops.aten.unbind.int,
     torch.ops.aten.split.Tensor,
 }
+_LSTM_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 _GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 
 
@@ -72,10 +75,13 @@ class FakeKernelError(RuntimeError):
 
 
 class FakeMode(FakeTensorMode):
-    """One under which norms on a CPU return the dtypes of their kernels, and views take a fifth of the time.
+    """One under which norms and LSTMs on a CPU return what their kernels do, and views take a fifth of the time.
 
     With an input in half precision and weights in float32, norms compute statistics in float32, and a gradient of the input in
     half precision. Under PyTorch's mode it is the other way round.
+
+    oneDNN's layer of an LSTM saves gates and states in a workspace, most of what it keeps, which is empty under PyTorch's mode.
+    Only oneDNN knows its size, so each layer is computed once, with zeros.
 
     PyTorch's mode looks every operation up in a cache. For a view, of which a step has more than of all else, that takes
     longer than the view itself.
@@ -99,12 +105,36 @@ class FakeMode(FakeTensorMode):
         if func is _GROUP_NORM_BACKWARD and args[0].device.type == "cpu":
             dx, *others = out
             return (None if dx is None else dx.to(args[1].dtype)), *others
+        if func is _LSTM_LAYER:
+            *results, workspace = out
+            return *results, workspace.new_empty(_compute_workspace_size(*map(_describe, args)))
         return out
 
     # `torch.compile` goes on capturing the calls that `replaced_call.py` replaces.
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+class _Kind(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _describe(value: Any) -> Any:
+    """Return an argument as a part of a key."""
+    if isinstance(value, Tensor):
+        return _Kind(tuple(value.shape), value.dtype)
+    return tuple(value) if isinstance(value, list) else value
+
+
+@cache
+def _compute_workspace_size(*args: Any) -> int:
+    """Return how many bytes a layer of an LSTM saves besides its results, given its described arguments."""
+    with _disable_current_modes(), torch.enable_grad():  # without gradients it saves nothing
+        *_, workspace = _LSTM_LAYER(*(torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, _Kind) else a for a in args))
+    size: int = workspace.nbytes
+    return size
 
 
 @contextmanager

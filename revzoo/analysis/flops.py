@@ -4,7 +4,7 @@ The formulas are those of `torch.utils.flop_counter`, and what a user registers 
 PyTorch lacks attention on the CPU before 2.15, and forgets the groups of a convolution in the gradient of its weight.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 from typing import Any
@@ -115,7 +115,22 @@ def _count_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: T
     return 2 * B * M * N * key.shape[-2] * (3 * D + 2 * value.shape[-1])
 
 
+def _count_lstm_layer(x: Tensor, *weights: Any, **_: Any) -> int:
+    """Count the products with the weights of inputs and of states (oneDNN's layer, in one direction)."""
+    count: int = 2 * prod(x.shape[:-1]) * sum(weight.numel() for weight in weights[:2])
+    return count
+
+
+def _count_cudnn_rnn(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
+    """Count the products with all weights but biases."""
+    return 2 * prod(x.shape[:-1]) * sum(weight.numel() for weight in weights if weight.ndim == 2)
+
+
 _FORMULAS: dict[str, Formula] = {
+    "mkldnn_rnn_layer": _count_lstm_layer,
+    "mkldnn_rnn_layer_backward": lambda *args, **kwargs: 2 * _count_lstm_layer(*args, **kwargs),
+    "_cudnn_rnn": _count_cudnn_rnn,
+    "_cudnn_rnn_backward": lambda *args, **kwargs: 2 * _count_cudnn_rnn(*args, **kwargs),
     "convolution_backward": _count_convolution_backward,
     "_scaled_dot_product_attention_math_for_mps": _count_attention,
     **dict.fromkeys(ATTENTION, _count_attention),

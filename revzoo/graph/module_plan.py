@@ -8,6 +8,7 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from threading import local
 from typing import Any
@@ -19,7 +20,7 @@ from torch.fx import GraphModule, Node
 from revzoo.analysis.chains import find_block_chains, find_chains
 from revzoo.errors import PlanError
 from revzoo.format import format_bytes, format_seconds, format_spread
-from revzoo.graph.atoms import Atom
+from revzoo.graph.atoms import Atom, split_into_atoms
 from revzoo.graph.capture import Runner, capture_calls, compute_digest
 from revzoo.graph.expansion import expand_calls
 from revzoo.graph.spanned_graph import SpannedGraph
@@ -27,6 +28,7 @@ from revzoo.graph.spans import Nest, Spans
 from revzoo.planning.setting import Setting, list_shapes, read_setting
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.replaced_call import replace_call, restore_call
+from revzoo.sharded import is_sharded
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,21 @@ class GraphPlan:
         kept = frozenset(nodes[name] for name in self.kept)
         return Spans(atoms, self.ends, kept, frozenset(self.kept_inside), nests)
 
+    def carry_over(self, atoms: Sequence[Atom]) -> Spans | None:
+        """Return spans of another graph, cut and kept where its calls have the same names; None if most have others.
+
+        Its gradients are the same however it is cut. Its peak is near that of the plan, since both have most calls in common.
+        """
+        names = [tuple(node.name for node in atom.nodes) for atom in atoms]
+        blocks = SequenceMatcher(None, self.atoms, names, autojunk=False).get_matching_blocks()
+        place = {block.a + i: block.b + i for block in blocks for i in range(block.size)}
+        if not self.ends or 2 * len(place) < len(atoms):
+            return None
+        ends = {max(place[i] for i in place if i < end) + 1 for end in self.ends if any(i < end for i in place)}
+        kept = {node for atom in atoms for node in atom.makes if node.name in self.kept or not atom.is_repeatable}
+        inside = frozenset(place[i] for i in self.kept_inside if i in place)
+        return Spans(atoms, sorted({*ends, len(atoms)}), frozenset(kept), inside)
+
 
 @dataclass(frozen=True)
 class ModulePlan:
@@ -118,7 +135,8 @@ class ModulePlan:
         """Have the module keep what is planned, from its next call on. Its class, keys and hooks stay as they are.
 
         The first call captures the module's graphs again, which takes seconds. Calls with other shapes or dtypes, or in eval
-        mode, store everything; the first of them in training says so.
+        mode, store everything; those that leave out an argument, or take another branch, keep what is planned for the calls
+        that they share. The first of them in training says so.
 
         Args:
             module: the one planned for, or an equal one.
@@ -222,9 +240,11 @@ class _PlannedCall:
         module, setting = self._module, self._setting
         if not torch.is_grad_enabled() or module.training != setting.training:
             return module._call_impl(*args, **kwargs)
-        if sorted(list_shapes((args, kwargs))) != sorted(setting.batch):
-            self._warn(", not of " + ", ".join(list_shapes((args, kwargs))))
-            return module._call_impl(*args, **kwargs)
+        shapes = list_shapes((args, kwargs))
+        if sorted(shapes) != sorted(setting.batch):
+            self._warn(", not of " + ", ".join(shapes))
+            if not set(shapes) <= set(setting.batch):  # otherwise it only leaves out an argument
+                return module._call_impl(*args, **kwargs)
         self._thread.position = 0
         return self._captured(*args, **kwargs)
 
@@ -238,28 +258,40 @@ class _PlannedCall:
             self._thread.position = at + 1
             program = programs.get(at)
             if program is None:
-                program = programs[at] = self._choose(graph, digest, at)
+                program = programs[at] = self._choose(graph, digest, at, given)
             return program(*given)
 
         return run
 
-    def _choose(self, graph: GraphModule, digest: str, at: int) -> Runner:
+    def _choose(self, graph: GraphModule, digest: str, at: int, inputs: Sequence[Any]) -> Runner:
         """Return what runs a graph as planned. Where a forward leaves out calls, it is the next plan of an equal graph."""
         equal = [place for place, plan in enumerate(self._plans) if plan.digest == digest]
         place = next((place for place in equal if place >= at), equal[-1] if equal else None)
         if place != at and torch.is_grad_enabled():
             self._warn()
-        plan = None if place is None else self._plans[place]
-        return SpannedGraph(graph, plan.bind(graph)) if plan is not None and plan.ends else graph.forward
+        if place is not None:
+            spans = self._plans[place].bind(graph) if self._plans[place].ends else None
+        else:
+            spans = self._carry_over(split_into_atoms(graph, inputs))
+        return graph.forward if spans is None else SpannedGraph(graph, spans)
+
+    def _carry_over(self, atoms: Sequence[Atom]) -> Spans | None:
+        """Return spans of a graph that was not planned, from the plan of the most similar one."""
+        if any(map(is_sharded, self._module.parameters())):  # what they are gathered into is freed after forward
+            return None
+        names = {node.name for atom in atoms for node in atom.nodes}
+        plan = max(self._plans, key=lambda each: sum(name in names for atom in each.atoms for name in atom), default=None)
+        return None if plan is None else plan.carry_over(atoms)
 
     def _warn(self, received: str = "") -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"A call of {self._setting.model} differs from the one that was planned (batch of "
-                f"{', '.join(self._setting.batch)}{received}), so it stores what is not in the plan. Plan again for this "
-                "batch, or drop the last incomplete batch. With the planned batch, the module or what requires a gradient has "
-                "changed since: plan again. Or its forward has taken another branch: plan a part that does not.",
+                f"{', '.join(self._setting.batch)}{received}), so it stores what is not in the plan, and its peak is another. "
+                "Plan again for this batch, or drop the last incomplete batch. With the planned batch, the module or what "
+                "requires a gradient has changed since: plan again. Or its forward has taken another branch: plan a part that "
+                "does not.",
                 stacklevel=3,
             )
 

@@ -39,6 +39,11 @@ def test_attention_counts_alike_on_the_cpu_on_meta_and_in_a_real_run(monkeypatch
     assert flops.forward + flops.backward == ATTENTION
 
 
+def test_an_lstm_is_its_products():
+    x = torch.zeros(3, 5, 8, requires_grad=True)
+    assert count_flops(nn.LSTM(8, 8), x) == 3 * 4 * 2 * 3 * MM  # forward and backward: for each gate, of inputs and of states
+
+
 def test_fewer_heads_of_keys_than_of_queries():
     q, k = torch.zeros(2, 4, 7, 8, requires_grad=True), torch.zeros(2, 2, 9, 8, requires_grad=True)
     with FlopCounter() as flops:

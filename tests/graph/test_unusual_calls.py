@@ -1,0 +1,80 @@
+"""Recurrent layers and arguments that are left out: the promised peak, and the same gradients."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from revzoo.graph import ModulePlan, plan_module
+from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer between others. That of an LSTM keeps a workspace on the CPU which FakeTensors do not have."""
+
+    def __init__(self, layer: Callable[..., nn.Module]):
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layer = layer(8, 8, 2, dropout=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.layer(F.gelu(self.before(x)).exp())
+        return F.gelu(self.after(y.exp())).exp()
+
+
+class Weighing(nn.Module):
+    """Its loss is another calculation where a number is not given, as with `num_items_in_batch`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor, count: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = F.dropout(F.gelu(layer(x)).exp(), 0.1)
+        return x.square().mean() if count is None else x.square().sum() / count
+
+
+def count_peak(module: nn.Module, batch: Any) -> int:
+    with LiveBytesOfReplacedCalls() as live:
+        live.watch([*module.parameters(), batch])
+        loss = total(module(*batch))
+        loss.backward()
+    module.zero_grad()
+    return live.peak()
+
+
+def total(out: Any) -> Tensor:
+    return out.square().sum()
+
+
+def apply_least(module: nn.Module, batch: Any) -> ModulePlan:
+    torch._dynamo.reset()
+    plan, _ = plan_module(module, batch, None, loss=total)
+    assert plan.drops_something
+    plan.apply(module)
+    return plan
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_networks_with_recurrent_layers(layer: Callable[..., nn.Module], same_step: Callable[..., None]) -> None:
+    module, batch = Recurrent(layer), (torch.randn(12, 4, 8),)
+    plain = copy.deepcopy(module)
+    plan = apply_least(module, batch)
+    assert plan.peak_bytes < plan.no_recompute_peak_bytes
+    assert count_peak(plain, batch) == plan.no_recompute_peak_bytes
+    assert count_peak(module, batch) == plan.peak_bytes
+    same_step(module, plain, batch)
+
+
+def test_a_call_without_an_argument_drops_what_is_planned(same_step: Callable[..., None]) -> None:
+    module, x = Weighing(), torch.randn(64, 8)
+    plain = copy.deepcopy(module)
+    plan = apply_least(module, (x, torch.tensor(64.0)))
+    with pytest.warns(UserWarning, match="differs from the one that was planned"):
+        same_step(module, plain, (x,))
+    assert count_peak(module, (x,)) < 1.1 * plan.peak_bytes < 0.8 * count_peak(plain, (x,))
