@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule
 
 from revzoo.analysis.dry_run import (
@@ -37,6 +38,7 @@ from revzoo.graph.refusal import (
     require_results,
     require_uncompiled,
 )
+from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import RandomState, find_generators
 
@@ -81,17 +83,21 @@ class Capture:
         self.calls: list[GraphCall] = []
         self.notes = tuple(notes)
         self._module, self._batch = module, batch
+        self._others: dict[int, tuple[Tensor, Tensor]] = {}  # what graphs read besides, by identity, with a copy of it
         self._graphs: list[GraphModule] = []  # as they are called; one may be called several times
         self._position = 0
         self._random = RandomState(find_generators({t.device for t in self.tensors})), mark_python_streams()
         self._run_graph: RunGraph = self._note_and_run
         self._runner = capture_calls(module, self._take)
-        require_results(module, self._run())
+        with LiveBytesOfReplacedCalls() as self._made:  # in the first run
+            self._made.watch(self.tensors)
+            require_results(module, self._run())
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Parameters, buffers and batch."""
-        return [*self._module.parameters(), *self._module.buffers(), *tensors_in(self._batch)]
+        """Parameters, buffers, batch, and copies of the other tensors that graphs read: attributes, constants."""
+        others = (copy for _, copy in self._others.values())
+        return [*self._module.parameters(), *self._module.buffers(), *tensors_in(self._batch), *others]
 
     @property
     def num_atoms(self) -> int:
@@ -142,6 +148,7 @@ class Capture:
     def _take(self, graph: GraphModule, _: Sequence[Any]) -> Runner:
         def run(*given: Any) -> Any:
             at, self._position = self._position, self._position + 1
+            given = tuple(map(self._replace, given))
             if at == len(self._graphs) and self._run_graph == self._note_and_run:
                 self._graphs.append(graph)
             elif at >= len(self._graphs) or not self._is_same(graph, at, given):
@@ -149,6 +156,17 @@ class Capture:
             return self._run_graph(at, given)
 
         return run
+
+    def _replace(self, given: Any) -> Any:
+        """Return a copy of a tensor that is not made in forward: it has no value of its own here, and gets the gradient."""
+        if not isinstance(given, Tensor):
+            return given
+        is_first_run = self._run_graph == self._note_and_run
+        if is_first_run and id(given) not in self._others and not self._made.find(given):
+            detached = given.detach()  # a FakeTensor where nothing is computed
+            copy = detached if isinstance(detached, FakeTensor) else detached.clone()
+            self._others[id(given)] = given, copy.requires_grad_(given.requires_grad)
+        return self._others.get(id(given), (given, given))[1]
 
     def _is_same(self, graph: GraphModule, at: int, given: Sequence[Any]) -> bool:
         """Return whether a graph is that of a call, or equal: a forward that notes something once is captured twice."""
