@@ -32,6 +32,7 @@ from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, split_into_atoms
 from revzoo.graph.expansion import expand_calls
 from revzoo.graph.refusal import (
+    describe_backward_hooks,
     explain_failures,
     require_arguments,
     require_no_transforms,
@@ -82,7 +83,7 @@ class Capture:
     def __init__(self, module: nn.Module, batch: Any, notes: Sequence[str] = ()):
         self.calls: list[GraphCall] = []
         self.notes = tuple(notes)
-        self._module, self._batch = module, batch
+        self.module, self._batch = module, batch
         self._others: dict[int, tuple[Tensor, Tensor]] = {}  # what graphs read besides, by identity, with a copy of it
         self._graphs: list[GraphModule] = []  # as they are called; one may be called several times
         self._position = 0
@@ -97,7 +98,7 @@ class Capture:
     def tensors(self) -> list[Tensor]:
         """Parameters, buffers, batch, and copies of the other tensors that graphs read: attributes, constants."""
         others = (copy for _, copy in self._others.values())
-        return [*self._module.parameters(), *self._module.buffers(), *tensors_in(self._batch), *others]
+        return [*self.module.parameters(), *self.module.buffers(), *tensors_in(self._batch), *others]
 
     @property
     def num_atoms(self) -> int:
@@ -179,7 +180,7 @@ class Capture:
 
     def _note_and_run(self, at: int, given: Sequence[Any]) -> Any:
         graph = self._graphs[at]
-        require_no_transforms(self._module, graph)
+        require_no_transforms(self.module, graph)
         if any(graph is each for each in self._graphs[:at]):
             graph = _copy(graph)
         atoms = split_into_atoms(graph, given)
@@ -188,9 +189,10 @@ class Capture:
         return graph.forward(*given)
 
     def _differs(self) -> InputError:
+        why = next(describe_backward_hooks(self.module), "")
         return InputError(
-            f"Two calls of {type(self._module).__name__} with the same batch ran other operations: its forward depends on "
-            "what it remembers. Plan a submodule that runs the same operations every time."
+            f"Two calls of {type(self.module).__name__} with the same batch ran other operations: its forward depends on "
+            f"what it remembers. {why or 'Plan a submodule that runs the same operations every time.'}"
         )
 
 
@@ -260,6 +262,7 @@ def capture_calls(module: nn.Module, backend: Callable[[GraphModule, Sequence[An
     runner: Runner = torch.compile(fresh, backend=backend, dynamic=False)
     patched: Runner = torch._dynamo.config.patch(
         optimize_ddp=False,  # under DistributedDataParallel the compiler would cut the graph at its buckets
+        skip_nnmodule_hook_guards=False,  # hooks may come and go
         recompile_limit=_MOST_GRAPHS,
         accumulated_recompile_limit=_MOST_GRAPHS,
     )(runner)

@@ -10,11 +10,12 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TorchRuntimeError
 from torch.fx import GraphModule
+from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 
 from revzoo.analysis.chains import find_block_chains
 from revzoo.analysis.dry_run import call
 from revzoo.analysis.fake_tensors import silence_failures
-from revzoo.errors import InputError
+from revzoo.errors import InputError, join_names
 from revzoo.format import format_dtype
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.replaced_call import is_replaced
@@ -53,6 +54,17 @@ def require_arguments(module: nn.Module, batch: Any) -> None:
             f"The forward of {type(module).__name__} cannot be called with this batch: {error}. A batch is a tensor, a tuple "
             "or list of positional arguments, or a mapping of keyword arguments."
         ) from error
+
+
+def describe_backward_hooks(module: nn.Module) -> Iterator[str]:
+    """Yield what to do about the hooks of a module's layers that torch.compile does not follow, if there are any."""
+    hooked = (name or "the module" for name, each in module.named_modules() if each._backward_hooks or each._backward_pre_hooks)
+    everywhere = ["every module"] if _global_backward_hooks or _global_backward_pre_hooks else []
+    if names := [*hooked, *everywhere]:
+        yield (
+            f"torch.compile captures no graph across the full backward hooks of {join_names(names, most=4)}. Remove them, or "
+            "use forward hooks that call output.register_hook."
+        )
 
 
 @contextmanager
