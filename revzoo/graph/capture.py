@@ -189,10 +189,13 @@ class Capture:
         return graph.forward(*given)
 
     def _differs(self) -> InputError:
-        why = next(describe_backward_hooks(self.module), "")
+        remedy = (
+            "If its first call fills a cache, call it once before planning. Plan a submodule that runs the same operations "
+            "every time otherwise."
+        )
         return InputError(
             f"Two calls of {type(self.module).__name__} with the same batch ran other operations: its forward depends on "
-            f"what it remembers. {why or 'Plan a submodule that runs the same operations every time.'}"
+            f"what it remembers. {next(describe_backward_hooks(self.module), remedy)}"
         )
 
 

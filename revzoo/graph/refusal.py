@@ -17,6 +17,7 @@ from revzoo.analysis.dry_run import call
 from revzoo.analysis.fake_tensors import silence_failures
 from revzoo.errors import InputError, join_names
 from revzoo.format import format_dtype
+from revzoo.graph.atoms import name_call
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.replaced_call import is_replaced
 
@@ -89,11 +90,12 @@ def require_no_transforms(module: nn.Module, graph: GraphModule) -> None:
     Raised before the graph runs, since one that stops on its way leaves PyTorch inside the transform.
     """
     graphs = (each for each in graph.modules() if isinstance(each, GraphModule))
-    names = (getattr(node.target, "__name__", "") for each in graphs for node in each.graph.nodes)
-    if any(name.endswith("_increment_nesting") for name in names):
+    calls = (name_call(node) for each in graphs for node in each.graph.nodes)
+    if name := next((name for name in calls if name.rstrip(")").endswith("_increment_nesting")), None):
+        path = name.rpartition(" (")[0] or "itself"
         raise InputError(
-            f"The forward of {type(module).__name__} uses vmap, grad or another transform of torch.func, which cannot be "
-            "planned. Plan a submodule that uses none."
+            f"The forward of {type(module).__name__} uses vmap, grad or another transform of torch.func (in {path}), which "
+            "cannot be planned. Plan a submodule that uses none."
         )
 
 
