@@ -158,7 +158,12 @@ def split_into_atoms(graph: GraphModule, inputs: Sequence[Any]) -> list[Atom]:
 
     def make_fake(t: Tensor) -> Tensor:
         fake = t.detach() if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
-        return fake.requires_grad_(t.requires_grad)
+        fake.requires_grad_(t.requires_grad)
+        if t.is_leaf:
+            return fake
+        result = fake.clone()  # which the graph may change in place
+        result.data = fake
+        return result
 
     with mode, torch.set_grad_enabled(torch.is_grad_enabled()):  # the graph may switch it
         follower = _Follower(graph, [map_tensors(make_fake, each) for each in inputs])

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule
 
 from revzoo.analysis.dry_run import (
@@ -32,12 +33,14 @@ from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, split_into_atoms
 from revzoo.graph.expansion import expand_calls
 from revzoo.graph.refusal import (
+    describe_backward_hooks,
     explain_failures,
     require_arguments,
     require_no_transforms,
     require_results,
     require_uncompiled,
 )
+from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import RandomState, find_generators
 
@@ -81,18 +84,22 @@ class Capture:
     def __init__(self, module: nn.Module, batch: Any, notes: Sequence[str] = ()):
         self.calls: list[GraphCall] = []
         self.notes = tuple(notes)
-        self._module, self._batch = module, batch
+        self.module, self._batch = module, batch
+        self._others: dict[int, tuple[Tensor, Tensor]] = {}  # what graphs read besides, by identity, with a copy of it
         self._graphs: list[GraphModule] = []  # as they are called; one may be called several times
         self._position = 0
         self._random = RandomState(find_generators({t.device for t in self.tensors})), mark_python_streams()
         self._run_graph: RunGraph = self._note_and_run
         self._runner = capture_calls(module, self._take)
-        require_results(module, self._run())
+        with LiveBytesOfReplacedCalls() as self._made:  # in the first run
+            self._made.watch(self.tensors)
+            require_results(module, self._run())
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Parameters, buffers and batch."""
-        return [*self._module.parameters(), *self._module.buffers(), *tensors_in(self._batch)]
+        """Parameters, buffers, batch, and copies of the other tensors that graphs read: attributes, constants."""
+        others = (copy for _, copy in self._others.values())
+        return [*self.module.parameters(), *self.module.buffers(), *tensors_in(self._batch), *others]
 
     @property
     def num_atoms(self) -> int:
@@ -143,6 +150,7 @@ class Capture:
     def _take(self, graph: GraphModule, _: Sequence[Any]) -> Runner:
         def run(*given: Any) -> Any:
             at, self._position = self._position, self._position + 1
+            given = tuple(map(self._replace, given))
             if at == len(self._graphs) and self._run_graph == self._note_and_run:
                 self._graphs.append(graph)
             elif at >= len(self._graphs) or not self._is_same(graph, at, given):
@@ -150,6 +158,17 @@ class Capture:
             return self._run_graph(at, given)
 
         return run
+
+    def _replace(self, given: Any) -> Any:
+        """Return a copy of a tensor that is not made in forward: it has no value of its own here, and gets the gradient."""
+        if not isinstance(given, Tensor):
+            return given
+        is_first_run = self._run_graph == self._note_and_run
+        if is_first_run and id(given) not in self._others and not self._made.find(given):
+            detached = given.detach()  # a FakeTensor where nothing is computed
+            copy = detached if isinstance(detached, FakeTensor) else detached.clone()
+            self._others[id(given)] = given, copy.requires_grad_(given.requires_grad)
+        return self._others.get(id(given), (given, given))[1]
 
     def _is_same(self, graph: GraphModule, at: int, given: Sequence[Any]) -> bool:
         """Return whether a graph is that of a call, or equal: a forward that notes something once is captured twice."""
@@ -162,7 +181,7 @@ class Capture:
 
     def _note_and_run(self, at: int, given: Sequence[Any]) -> Any:
         graph = self._graphs[at]
-        require_no_transforms(self._module, graph)
+        require_no_transforms(self.module, graph)
         if any(graph is each for each in self._graphs[:at]):
             graph = _copy(graph)
         atoms = split_into_atoms(graph, given)
@@ -171,9 +190,13 @@ class Capture:
         return graph.forward(*given)
 
     def _differs(self) -> InputError:
+        remedy = (
+            "If its first call fills a cache, call it once before planning. Plan a submodule that runs the same operations "
+            "every time otherwise."
+        )
         return InputError(
-            f"Two calls of {type(self._module).__name__} with the same batch ran other operations: its forward depends on "
-            "what it remembers. Plan a submodule that runs the same operations every time."
+            f"Two calls of {type(self.module).__name__} with the same batch ran other operations: its forward depends on "
+            f"what it remembers. {next(describe_backward_hooks(self.module), remedy)}"
         )
 
 
@@ -265,6 +288,7 @@ def capture_calls(module: nn.Module, backend: Callable[[GraphModule, Sequence[An
     patched: Runner = torch._dynamo.config.patch(
         allow_rnn=True,  # as a call of the graph
         optimize_ddp=False,  # under DistributedDataParallel the compiler would cut the graph at its buckets
+        skip_nnmodule_hook_guards=False,  # hooks may come and go
         recompile_limit=_MOST_GRAPHS,
         accumulated_recompile_limit=_MOST_GRAPHS,
     )(runner)

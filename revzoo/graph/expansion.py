@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,6 +38,7 @@ def expand_calls(graph: GraphModule) -> None:
         elif node.op == "call_function" and node.target is torch.ops.higher_order.autograd_function_apply:
             node.target = call_custom_function
     graph.recompile()
+    _LazyGraphModule.force_recompile(graph)  # the first call of a lazy one runs global hooks of modules
 
 
 def get_attribute(graph: GraphModule, path: str) -> Any:

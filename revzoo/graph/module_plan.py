@@ -16,18 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from revzoo.analysis.chains import find_block_chains, find_chains
-from revzoo.errors import PlanError
+from revzoo.errors import PlanError, join_names
 from revzoo.format import format_bytes, format_seconds, format_spread
 from revzoo.graph.atoms import Atom, split_into_atoms
 from revzoo.graph.capture import Runner, capture_calls, compute_digest
 from revzoo.graph.expansion import expand_calls
+from revzoo.graph.refusal import describe_backward_hooks
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Nest, Spans
 from revzoo.planning.setting import Setting, list_shapes, read_setting
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.replaced_call import replace_call, restore_call
+from revzoo.runtime.transforms import must_store
 from revzoo.sharded import is_sharded
 
 
@@ -242,11 +245,14 @@ class _PlannedCall:
             return module._call_impl(*args, **kwargs)
         shapes = list_shapes((args, kwargs))
         if sorted(shapes) != sorted(setting.batch):
-            self._warn(", not of " + ", ".join(shapes))
+            self._warn_of_difference(", not of " + ", ".join(shapes))
             if not set(shapes) <= set(setting.batch):  # otherwise it only leaves out an argument
                 return module._call_impl(*args, **kwargs)
         self._thread.position = 0
-        return self._captured(*args, **kwargs)
+        results = self._captured(*args, **kwargs)
+        if not self._thread.position and self._plans and not must_store():
+            self._warn_of_nothing()
+        return results
 
     def _take(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
         expand_calls(graph)
@@ -268,7 +274,7 @@ class _PlannedCall:
         equal = [place for place, plan in enumerate(self._plans) if plan.digest == digest]
         place = next((place for place in equal if place >= at), equal[-1] if equal else None)
         if place != at and torch.is_grad_enabled():
-            self._warn()
+            self._warn_of_difference()
         if place is not None:
             spans = self._plans[place].bind(graph) if self._plans[place].ends else None
         else:
@@ -283,17 +289,35 @@ class _PlannedCall:
         plan = max(self._plans, key=lambda each: sum(name in names for atom in each.atoms for name in atom), default=None)
         return None if plan is None else plan.carry_over(atoms)
 
-    def _warn(self, received: str = "") -> None:
+    def _warn_of_difference(self, received: str = "") -> None:
+        self._warn(
+            f"A call of {self._setting.model} differs from the one that was planned (batch of "
+            f"{', '.join(self._setting.batch)}{received}), so it stores what is not in the plan, and its peak is another. Plan "
+            "again for this batch, or drop the last incomplete batch. With the planned batch, the module, its hooks or what "
+            "requires a gradient have changed since: plan again. Or its forward has taken another branch: plan a part that "
+            "does not."
+        )
+
+    def _warn_of_nothing(self) -> None:
+        modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if not mode.ignore_compile_internals()]
+        why = next(describe_backward_hooks(self._module), "")
+        if modes:
+            why = (
+                f"torch.compile captures no graph under the dispatch mode {join_names(modes)}. Leave it, or let its class have "
+                "a method ignore_compile_internals that returns True."
+            )
+        self._warn(
+            f"The plan of {self._setting.model} steps aside, and this call stores everything. "
+            + (
+                why
+                or "torch.compile is off: see TORCH_COMPILE_DISABLE, torch._dynamo.config.disable, torch.compiler.set_stance."
+            )
+        )
+
+    def _warn(self, message: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                f"A call of {self._setting.model} differs from the one that was planned (batch of "
-                f"{', '.join(self._setting.batch)}{received}), so it stores what is not in the plan, and its peak is another. "
-                "Plan again for this batch, or drop the last incomplete batch. With the planned batch, the module or what "
-                "requires a gradient has changed since: plan again. Or its forward has taken another branch: plan a part that "
-                "does not.",
-                stacklevel=3,
-            )
+            warnings.warn(message, stacklevel=4)
 
 
 def _freeze(value: Any) -> Any:

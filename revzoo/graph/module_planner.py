@@ -22,6 +22,7 @@ from revzoo.graph.capture import Capture, capture
 from revzoo.graph.counted_step import PlanDetails, SpannedStep, count_step, describe_step
 from revzoo.graph.front import Front, find_front
 from revzoo.graph.module_plan import GraphPlan, ModulePlan, set_schedules
+from revzoo.graph.refusal import describe_backward_hooks
 from revzoo.graph.spans import Spans
 from revzoo.graph.step_record import Record, record
 from revzoo.planning.budget import count_model_bytes, parse_budget
@@ -288,6 +289,8 @@ class _Planner:
 
     def _describe_graphs(self) -> Iterator[str]:
         count = len(self.captured.calls)
+        if count != 1:
+            yield from describe_backward_hooks(self.captured.module)
         if not count:
             yield f"torch.compile captures nothing of {self.setting.model}, so everything is stored."
         if count > 1:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from revzoo.errors import RecoveryError
-from revzoo.graph.atoms import Atom, Calls
+from revzoo.graph.atoms import Atom, Calls, name_call
 from revzoo.graph.spans import SpanRecovery
 from revzoo.runtime.compiling import exclude_from_compilation
 from revzoo.runtime.fingerprint import Fingerprint
@@ -214,13 +214,15 @@ class _Recovery:
         self._record = record
         self._shared = record.shared
         self._recipe = record.shared.recipes[record.number]
-        self._env: dict[Node, Any] = {node: _restore(kept) for node, kept in record.starts.items()}
-        self._env |= {node: _restore(kept) for node, kept in (record.handed or {}).items()}
+        self._env: dict[Node, Any] = {node: _restore(node, kept) for node, kept in record.starts.items()}
+        self._env |= {node: _restore(node, kept) for node, kept in (record.handed or {}).items()}
         record.handed = None
-        # From here on, autograd's graph alone decides how long these live; a retained graph has them for another recovery.
-        for node in record.held_by_slots:
-            if isinstance(kept := record.starts[node], Kept):
-                record.starts[node] = ref(kept)
+        # From here on, autograd's graph alone decides how long these live. A later backward through a retained one may free
+        # them before it comes here.
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            for node in record.held_by_slots:
+                if isinstance(kept := record.starts[node], Kept):
+                    record.starts[node] = ref(kept)
         self._atom = self._place = 0  # of what autograd saves next
         self._wanted: set[tuple[int, int]] = {(i, place) for i, place, source, _ in record.slots if source is None}
         self._sources: dict[Node, list[tuple[tuple[int, int], Any]]] = {}
@@ -321,13 +323,17 @@ def _take_view(value: Tensor, geometry: tuple[Sequence[int], Sequence[int], int]
     return tensor, tensor._version
 
 
-def _restore(kept: Any) -> Any:
-    """Return a kept value as the first run saw it."""
+def _restore(node: Node, kept: Any) -> Any:
+    """Return what was kept of a node's value, as the first run saw it."""
 
     def restore(each: Any) -> Any:
         if isinstance(each, ref):
             each = each()
-            assert each is not None, "a slot holds it"
+            if each is None:
+                raise RecoveryError(
+                    f"Backward needs the result of {name_call(node)} once more, which an earlier backward has freed. Pass "
+                    "retain_graph=True to every backward of this forward but the last, or call revzoo.release(module)."
+                )
         if not isinstance(each, Kept):
             return each
         tensor = each.get()

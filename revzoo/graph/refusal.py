@@ -10,12 +10,14 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TorchRuntimeError
 from torch.fx import GraphModule
+from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 
 from revzoo.analysis.chains import find_block_chains
 from revzoo.analysis.dry_run import call
 from revzoo.analysis.fake_tensors import silence_failures
-from revzoo.errors import InputError
+from revzoo.errors import InputError, join_names
 from revzoo.format import format_dtype
+from revzoo.graph.atoms import name_call
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.replaced_call import is_replaced
 
@@ -55,6 +57,17 @@ def require_arguments(module: nn.Module, batch: Any) -> None:
         ) from error
 
 
+def describe_backward_hooks(module: nn.Module) -> Iterator[str]:
+    """Yield what to do about the hooks of a module's layers that torch.compile does not follow, if there are any."""
+    hooked = (name or "the module" for name, each in module.named_modules() if each._backward_hooks or each._backward_pre_hooks)
+    everywhere = ["every module"] if _global_backward_hooks or _global_backward_pre_hooks else []
+    if names := [*hooked, *everywhere]:
+        yield (
+            f"torch.compile captures no graph across the full backward hooks of {join_names(names, most=4)}. Remove them, or "
+            "use forward hooks that call output.register_hook."
+        )
+
+
 @contextmanager
 def explain_failures(module: nn.Module, batch: Any) -> Iterator[None]:
     """Raise InputError in place of the error that PyTorch raises while it captures an operation that does not fit."""
@@ -77,11 +90,12 @@ def require_no_transforms(module: nn.Module, graph: GraphModule) -> None:
     Raised before the graph runs, since one that stops on its way leaves PyTorch inside the transform.
     """
     graphs = (each for each in graph.modules() if isinstance(each, GraphModule))
-    names = (getattr(node.target, "__name__", "") for each in graphs for node in each.graph.nodes)
-    if any(name.endswith("_increment_nesting") for name in names):
+    calls = (name_call(node) for each in graphs for node in each.graph.nodes)
+    if name := next((name for name in calls if name.rstrip(")").endswith("_increment_nesting")), None):
+        path = name.rpartition(" (")[0] or "itself"
         raise InputError(
-            f"The forward of {type(module).__name__} uses vmap, grad or another transform of torch.func, which cannot be "
-            "planned. Plan a submodule that uses none."
+            f"The forward of {type(module).__name__} uses vmap, grad or another transform of torch.func (in {path}), which "
+            "cannot be planned. Plan a submodule that uses none."
         )
 
 
