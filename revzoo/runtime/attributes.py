@@ -190,6 +190,7 @@ def _read(read: Callable[[], Any]) -> Any:
 def _look_into(each: Any) -> Iterator[_Held]:
     """Yield what an object holds."""
     kind = type(each)
+    is_closed = str(each.__module__ if kind is FunctionType else kind.__module__).partition(".")[0] in _CLOSED
     if issubclass(kind, dict):
         yield _Mapping(each)
     elif issubclass(kind, list):
@@ -204,10 +205,9 @@ def _look_into(each: Any) -> Iterator[_Held]:
         yield _Held(each, (each.__self__, each.__func__))
     elif issubclass(kind, partial):
         yield _Held(each, (each.func, each.args, each.keywords))
-    elif kind is FunctionType:
-        yield _Held(each, (each.__defaults__, each.__kwdefaults__, each.__dict__))
+    elif kind is FunctionType and not is_closed:
+        yield _Held(each, (each.__defaults__, each.__kwdefaults__))
         yield _Slots(map(_list_cell_access, each.__closure__ or ()))
-    is_closed = str(kind.__module__).partition(".")[0] in _CLOSED
     if issubclass(kind, type) or (is_closed and not issubclass(kind, nn.Module | Tensor)):
         return
     with suppress(AttributeError):
