@@ -158,35 +158,28 @@ def no_unraisable():
         sys.unraisablehook = before
 
 
-def interrupt_everywhere(make, run, step, *, changes=False, start=1):
-    """Interrupt a call at every `step`-th of its own; yield where, and what had changed afterwards.
+def interrupt_everywhere(make, run, times, *, changes=False):
+    """Interrupt a call in turn at so many of its own; yield where, and what had changed afterwards.
 
     Args:
         make: returns a model.
         run: the call.
+        times: how often; one for each of the calls in `run` takes hours.
         changes: whether the call, if it succeeds, changes the model.
     """
-    model = make()
-    total = count_calls(lambda: run(make()))
-    at = start
-    while at <= total:
-        before, error = State(model), (KeyboardInterrupt, Stop)[at // step % 2]
-        raised = None
+    model, total = make(), count_calls(lambda: run(make()))
+    for turn in range(times):
+        before, error, raised = State(model), (KeyboardInterrupt, Stop)[turn % 2], None
         with no_unraisable() as unraisable:
             try:
-                with Interrupt(at, error) as interrupt:
+                with Interrupt(1 + turn * total // times, error) as interrupt:
                     run(model)
             except BaseException as received:
-                raised = received
-        if interrupt.where is None:
-            break
-        if raised is not None or not changes:
-            if found := before.find_changes(model):
-                yield at, interrupt.where, raised, found
-                model = make()
-        else:
+                raised = type(received)
+        found = before.find_changes(model) if raised or not changes else []
+        if error is KeyboardInterrupt and interrupt.where and not raised and not unraisable:
+            found.append("Ctrl-C was swallowed")
+        if found:
+            yield interrupt.where, raised, found
+        if found or not raised:
             model = make()
-        if error is KeyboardInterrupt and raised is None and not unraisable:
-            yield at, interrupt.where, raised, ["Ctrl-C was swallowed"]
-        raised = None
-        at = max(at, interrupt.calls) + step
