@@ -6,12 +6,12 @@ Nothing is emptied to be filled again, so an error on the way never leaves less 
 """
 
 import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from operator import is_
-from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Size, Tensor, device, dtype, nn
@@ -20,7 +20,8 @@ _MISSING = object()
 _MOST = 100_000  # objects that are looked into, those nearest to the module first
 _PLAIN = {str, int, float, complex, bool, bytes, type(None), Size, device, dtype, BuiltinFunctionType, ModuleType}
 # Packages whose objects are not looked into: locks, queues and caches are their own affair.
-_CLOSED = sys.stdlib_module_names - {"collections", "types"} | {"torch", "numpy", "revzoo"}
+_CLOSED = sys.stdlib_module_names | {"torch", "numpy", "revzoo"}
+_OPEN = (nn.Module, Tensor, UserDict, UserList, SimpleNamespace)  # but for these
 _OWN = "_revzoo_"  # what this package remembers of modules
 
 
@@ -190,7 +191,6 @@ def _read(read: Callable[[], Any]) -> Any:
 def _look_into(each: Any) -> Iterator[_Held]:
     """Yield what an object holds."""
     kind = type(each)
-    is_closed = str(each.__module__ if kind is FunctionType else kind.__module__).partition(".")[0] in _CLOSED
     if issubclass(kind, dict):
         yield _Mapping(each)
     elif issubclass(kind, list):
@@ -205,17 +205,21 @@ def _look_into(each: Any) -> Iterator[_Held]:
         yield _Held(each, (each.__self__, each.__func__))
     elif issubclass(kind, partial):
         yield _Held(each, (each.func, each.args, each.keywords))
-    elif kind is FunctionType and not is_closed:
+    elif kind is FunctionType and not _is_closed(each):
         yield _Held(each, (each.__defaults__, each.__kwdefaults__))
         yield _Slots(map(_list_cell_access, each.__closure__ or ()))
-    if issubclass(kind, type) or (is_closed and not issubclass(kind, nn.Module | Tensor)):
+    if issubclass(kind, type) or (_is_closed(kind) and not issubclass(kind, _OPEN)):
         return
     with suppress(AttributeError):
         if type(attributes := object.__getattribute__(each, "__dict__")) is dict:
             yield _Mapping(attributes)
-    if not issubclass(kind, Tensor):
+    if not issubclass(kind, nn.Module | Tensor):  # which have none
         slots = (slot for base in kind.__mro__ for slot in vars(base).values() if type(slot) is MemberDescriptorType)
         yield _Slots((partial(s.__get__, each), partial(s.__set__, each), partial(s.__delete__, each)) for s in slots)
+
+
+def _is_closed(kind: Any) -> bool:
+    return str(kind.__module__).partition(".")[0] in _CLOSED
 
 
 def _list_cell_access(cell: CellType) -> tuple[Callable[[], Any], Callable[[Any], Any], Callable[[], Any]]:

@@ -13,14 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-
 from torch.autograd.graph import _engine_run_backward
 
 import revzoo
 from revzoo.runtime import observation, seams, tripwire
 from revzoo.runtime.settings import Settings
 
-LOG = None
 ROOT = str(Path(revzoo.__file__).parent)
 
 
@@ -32,8 +30,8 @@ class Interrupt:
     """Raise an error at the beginning of the n-th call of a function of revzoo that is not part of cleaning up.
 
     What cleans up, the lines in `finally` and `except` and whatever `__exit__` calls, is left to do so: no program survives an
-    error at every one of these. Nor are calls interrupted that can raise nothing: callbacks of weak references, and dispatch modes
-    inside backward, after which PyTorch's engine hangs or ends the process.
+    error at every one of these. Nor are calls interrupted that can raise nothing: callbacks of weak references, and dispatch
+    modes inside backward, after which PyTorch's engine hangs or ends the process.
     """
 
     def __init__(self, at, error):
@@ -52,7 +50,6 @@ class Interrupt:
         self.calls += 1
         if self.calls >= self.at and not is_cleaning_up(frame):
             self.where = f"{frame.f_code.co_filename.removeprefix(ROOT)}:{frame.f_lineno} {frame.f_code.co_qualname}"
-            if LOG: print(self.where, file=LOG, flush=True)
             raise self.error
 
 
