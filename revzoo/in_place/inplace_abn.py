@@ -15,7 +15,15 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from revzoo.analysis.dry_run import call, in_mode, isolated, linear_loss, require_module, select_differentiable
+from revzoo.analysis.dry_run import (
+    call,
+    in_mode,
+    isolated,
+    linear_loss,
+    preserve_random_streams,
+    require_module,
+    select_differentiable,
+)
 from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
@@ -123,7 +131,9 @@ def inplace_abn_(model: nn.Module, batch: Any = None, *, relu_slope: float | Non
         raise InputError("A compiled model keeps what its compiler chose. Call inplace_abn_ before torch.compile.")
     if relu_slope is not None and not relu_slope > 0:
         raise InputError(f"ReLUs become leaky with a slope > 0. Received: relu_slope={relu_slope}. Use 0.01.")
-    batch = _make_batch(model) if batch is None else batch
+    if batch is None:
+        with preserve_random_streams(model.parameters()):
+            batch = _make_batch(model)
     norms, left = _find_norms(model)
     if not norms and any(type(module) in _FOLDABLE.values() for module in model.modules()):
         raise InputError("inplace_abn_ has already been called with this model: its BatchNorms keep no input. Go on as it is.")
