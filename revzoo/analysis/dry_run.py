@@ -111,7 +111,7 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
     home = next((t.device for t in [*inputs, *tensors] if not t.is_meta), torch.device("cpu"))
     with _explain_missing_values(model), ExitStack() as stack:
         mode = find_fake_mode(tensors, always=fake)
-        stack.enter_context(preserve(model, tensors, copies_buffers=mode is None))
+        stack.enter_context(preserve(model, tensors, fake=mode is not None))
         torch.clear_autocast_cache()  # of casts in earlier runs
         stack.callback(torch.clear_autocast_cache)
         if mode:
@@ -130,7 +130,7 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
 
 
 @contextmanager
-def preserve(model: nn.Module, tensors: Iterable[Tensor] = (), *, copies_buffers: bool = True) -> Iterator[None]:
+def preserve(model: nn.Module, tensors: Iterable[Tensor] = (), *, fake: bool = False) -> Iterator[None]:
     """Give a model back what it holds now, at the end of the block and of whatever ends it: an error, or Ctrl-C.
 
     That is the attributes of its modules, with parameters, buffers, submodules, hooks and what is in containers (`Contents`),
@@ -140,19 +140,20 @@ def preserve(model: nn.Module, tensors: Iterable[Tensor] = (), *, copies_buffers
     Args:
         model: the model.
         tensors: on whose devices random streams are restored; none are those of the model.
-        copies_buffers: whether the run inside has copies of the buffers.
+        fake: whether the run inside is one under `FakeTensorMode`. If not, it has copies of the buffers, and variables that
+            functions share with those around them are left: hooks note there what is to be seen of a run.
     """
     parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     # Where processes divide a model, others than its modules exchange tensors and flags, and remember what they did.
-    is_shared = is_divided_copy(model) or (copies_buffers and processes_communicate())
-    contents = Contents([module._buffers for module in model.modules()] if is_shared else model)
+    is_shared = is_divided_copy(model) or (not fake and processes_communicate())
+    contents = Contents([module._buffers for module in model.modules()] if is_shared else model, follows_functions=fake)
     with ExitStack() as stack:
         stack.enter_context(preserve_random_streams(tensors or [p for p, *_ in parameters]))
         stack.enter_context(_preserve_settings(next((p.device for p, *_ in parameters), torch.device("cpu"))))
         for parameter, gradient, requires_grad in parameters:
             stack.callback(_restore_parameter, parameter, gradient, requires_grad)
         stack.callback(contents.restore)
-        if copies_buffers:
+        if not fake:
             _replace_tensors(model, "_buffers", _copy_buffer)
         yield
 

@@ -45,19 +45,24 @@ class Attributes:
 class Contents:
     """What can be reached from an object: the entries of dicts, lists, sets and deques, and the attributes of objects.
 
-    Objects are followed through attributes, slots, tuples, bound methods, `functools.partial` and the variables that functions
-    share with those around them, such as the dict that a hook writes to. Attributes of objects of torch, NumPy and the standard
-    library, of classes and of Python modules are not looked at, nor are values in tensors and arrays.
+    Objects are followed through attributes, slots, tuples, bound methods and `functools.partial`. Attributes of objects of
+    torch, NumPy and the standard library, of classes and of Python modules are not looked at, nor are values in tensors.
+
+    Args:
+        root: the object.
+        follows_functions: whether the variables count, too, that functions share with those around them, such as the dict that
+            a hook writes to.
     """
 
-    def __init__(self, root: object):
+    def __init__(self, root: object, *, follows_functions: bool = False):
         self._held: list[_Held] = []
         known, waiting = {id(root)}, deque([root])
+        skipped = _PLAIN if follows_functions else {*_PLAIN, FunctionType}
         while waiting and len(known) < _MOST:
             for held in _look_into(waiting.popleft()):
                 self._held.append(held)
                 for inside in held.list_inside():
-                    if type(inside) not in _PLAIN and id(inside) not in known:
+                    if type(inside) not in skipped and id(inside) not in known:
                         known.add(id(inside))
                         waiting.append(inside)
 

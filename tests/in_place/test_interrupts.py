@@ -65,8 +65,6 @@ class Keeper(nn.Module):
         self.user, self.cache, self.slotted = UserDict(a={"b": [0]}), Cache(), Slotted()
         self.nested = ({"deep": [{"deeper": Cache()}]},)
         self.count = 0
-        shared = {}
-        self.layer.register_forward_hook(lambda module, inputs, out: shared.update(out=out))
         self.table = torch.ones(6)
 
     def forward(self, x):
@@ -91,7 +89,8 @@ class Keeper(nn.Module):
 
 @pytest.mark.parametrize("fake", [True, False])
 def test_a_run_gives_every_container_back(fake):
-    model = Keeper()
+    model, noted = Keeper(), {}
+    model.layer.register_forward_hook(lambda module, inputs, out: noted.update(out=out))
     before = State(model)
     with isolated(model, X, fake=fake) as x:
         assert isinstance(model(x), FakeTensor) == fake
@@ -101,6 +100,7 @@ def test_a_run_gives_every_container_back(fake):
         torch.set_grad_enabled(False)
         model.layer.weight.requires_grad_(False)
     assert before.find_changes(model) == []
+    assert list(noted) == ([] if fake else ["out"])
 
 
 def test_keys_come_back_in_their_order():
