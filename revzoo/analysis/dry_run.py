@@ -14,8 +14,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from revzoo.analysis.fake_tensors import FakeKernelError, find_fake_mode, is_divided_copy, make_fake, silence_failures
 from revzoo.device import has_value
 from revzoo.errors import InputError, MissingValueError
+from revzoo.runtime.attributes import Contents
 from revzoo.runtime.complete_gradients import take_gradients
+from revzoo.runtime.forward import processes_communicate
 from revzoo.runtime.nested import map_tensors, tensors_in
+from revzoo.runtime.settings import Settings
 from revzoo.sharded import is_sharded
 
 LossFunction = Callable[[Any], Tensor]
@@ -81,9 +84,9 @@ def updates_in_backward(model: nn.Module, update_bytes: Sequence[int]) -> Iterat
 def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
     """Yield the batch for a run of the model inside the `with` block, and restore the model afterwards.
 
-    Restored are the gradients of parameters (inside, they start as None), buffers such as BatchNorm statistics, and the random
-    streams of torch, Python and NumPy. If parameters are FakeTensors or on the meta device, or with `fake=True`, the run is
-    under `FakeTensorMode`: shapes and bytes are right, but nothing is allocated or computed.
+    Restored is what `preserve` says; inside, the gradients of parameters start as None. If parameters are FakeTensors or on the
+    meta device, or with `fake=True`, the run is under `FakeTensorMode`: shapes and bytes are right, but nothing is allocated or
+    computed.
 
     Args:
         model: any module with a parameter that requires a gradient.
@@ -107,25 +110,80 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
     tensors = [*model.parameters(), *model.buffers(), *inputs]
     home = next((t.device for t in [*inputs, *tensors] if not t.is_meta), torch.device("cpu"))
     with _explain_missing_values(model), ExitStack() as stack:
-        stack.enter_context(preserve_random_streams(tensors))
+        mode = find_fake_mode(tensors, always=fake)
+        stack.enter_context(preserve(model, tensors, fake=mode is not None))
         torch.clear_autocast_cache()  # of casts in earlier runs
         stack.callback(torch.clear_autocast_cache)
-        if mode := find_fake_mode(tensors, always=fake):
+        if mode:
             stack.enter_context(silence_failures())
             batch = _map_once(lambda t: make_fake(t, mode, home).requires_grad_(t.requires_grad), batch)
             if not is_divided_copy(model):
-                _replace_tensors(model, stack, "_parameters", lambda p: nn.Parameter(make_fake(p, mode, home), p.requires_grad))
-                _replace_tensors(model, stack, "_buffers", lambda b: make_fake(b, mode, home))
-                _keep_attributes(model, stack)  # which forward may set to FakeTensors
+                _replace_tensors(model, "_parameters", lambda p: nn.Parameter(make_fake(p, mode, home), p.requires_grad))
+                _replace_tensors(model, "_buffers", lambda b: make_fake(b, mode, home))
             stack.enter_context(mode)
         else:
             batch = _map_once(lambda t: t.detach().requires_grad_(t.requires_grad), batch)  # t.grad stays as it is
-            _replace_tensors(model, stack, "_buffers", _copy_buffer)
         for p in model.parameters():
-            stack.callback(setattr, p, "grad", p.grad)
             p.grad = None
         stack.enter_context(torch.enable_grad())
         yield batch
+
+
+@contextmanager
+def preserve(model: nn.Module, tensors: Iterable[Tensor] = (), *, fake: bool = False) -> Iterator[None]:
+    """Give a model back what it holds now, at the end of the block and of whatever ends it: an error, or Ctrl-C.
+
+    That is the attributes of its modules, with parameters, buffers, submodules, hooks and what is in containers (`Contents`),
+    the values of buffers and the gradients, training flags, random streams and PyTorch's settings. Parameters that forward
+    itself writes to are not copied.
+
+    Args:
+        model: the model.
+        tensors: on whose devices random streams are restored; none are those of the model.
+        fake: whether the run inside is one under `FakeTensorMode`. If not, it has copies of the buffers, and variables that
+            functions share with those around them are left: hooks note there what is to be seen of a run.
+    """
+    parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    # Where processes divide a model, others than its modules exchange tensors and flags, and remember what they did.
+    is_shared = is_divided_copy(model) or (not fake and processes_communicate())
+    contents = Contents([module._buffers for module in model.modules()] if is_shared else model, follows_functions=fake)
+    with ExitStack() as stack:
+        stack.enter_context(preserve_random_streams(tensors or [p for p, *_ in parameters]))
+        stack.enter_context(_preserve_settings(next((p.device for p, *_ in parameters), torch.device("cpu"))))
+        for parameter, gradient, requires_grad in parameters:
+            stack.callback(_restore_parameter, parameter, gradient, requires_grad)
+        stack.callback(contents.restore)
+        if not fake:
+            _replace_tensors(model, "_buffers", _copy_buffer)
+        yield
+
+
+def _restore_parameter(parameter: nn.Parameter, gradient: Tensor | None, requires_grad: bool) -> None:
+    parameter.grad = gradient
+    if parameter.requires_grad != requires_grad:
+        parameter.requires_grad_(requires_grad)
+
+
+@contextmanager
+def _preserve_settings(device: torch.device) -> Iterator[None]:
+    """Put settings in force again that a run has left others, as one does that an error ends inside a captured autocast."""
+    settings, grad_mode, depth = Settings(device), torch.is_grad_enabled(), _count_autocast()
+    entered = settings.enter()
+    try:
+        yield
+    finally:
+        settings.leave(entered)
+        torch.set_grad_enabled(grad_mode)
+        for _ in range(_count_autocast(), depth):
+            torch.autocast_increment_nesting()
+        for _ in range(depth, _count_autocast()):
+            torch.autocast_decrement_nesting()
+
+
+def _count_autocast() -> int:
+    """Return how many blocks of autocast are entered."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 @contextmanager
@@ -156,9 +214,9 @@ def _find_asking_module(model: nn.Module, error: BaseException) -> str:
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Set a model to training or eval mode inside the block, and give all modules their own modes back afterwards."""
     modes = {module: module.training for module in model.modules()}
-    if not (training and model.training):  # then parts of it that are frozen stay in eval mode
-        model.train(training)
     try:
+        if not (training and model.training):  # then parts of it that are frozen stay in eval mode
+            model.train(training)
         yield
     finally:
         for module, before in modes.items():
@@ -184,17 +242,16 @@ def leave_autocast() -> Iterator[None]:
     it is off, its casts are freed, and a recovery that enters it again frees its own at the end, as after that block.
     """
     kinds = [kind for kind in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(kind)]
-    depth = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    for kind in kinds:
-        torch.set_autocast_enabled(kind, False)
-    for _ in range(depth):
-        torch.autocast_decrement_nesting()
-    torch.clear_autocast_cache()
+    depth = _count_autocast()
     try:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, False)
+        for _ in range(depth):
+            torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
         yield
     finally:
-        for _ in range(depth):
+        for _ in range(_count_autocast(), depth):
             torch.autocast_increment_nesting()
         for kind in kinds:
             torch.set_autocast_enabled(kind, True)
@@ -314,37 +371,13 @@ def _map_once(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     return map_tensors(convert, batch)
 
 
-def _keep_attributes(model: nn.Module, stack: ExitStack) -> None:
-    """Give every module the attributes back that it has now, and its lists, dicts and sets what is in them."""
-    for module in model.modules():
-        own = vars(module)
-        stack.callback(_restore_attributes, own, dict(own))
-        for name, value in own.items():
-            if isinstance(value, list | dict | set) and name not in ("_parameters", "_buffers", "_modules"):
-                stack.callback(_restore_contents, value, value.copy())
-
-
-def _restore_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in attributes.keys() - before.keys():
-        del attributes[name]
-    attributes.update(before)
-
-
-def _restore_contents(collection: Any, before: Any) -> None:
-    if isinstance(collection, list):
-        collection[:] = before
-    else:
-        collection.clear()
-        collection.update(before)
-
-
 def _copy_buffer(buffer: Tensor) -> Tensor:
     expanded = 0 in buffer.stride()  # forward cannot write to such a view, and a copy would be larger
     return buffer if expanded else buffer.clone()
 
 
-def _replace_tensors(model: nn.Module, stack: ExitStack, table: str, convert: Callable[[Tensor], Tensor]) -> None:
-    """Replace the tensors of every module by converted ones until the stack unwinds; shared tensors stay shared.
+def _replace_tensors(model: nn.Module, table: str, convert: Callable[[Tensor], Tensor]) -> None:
+    """Replace the tensors of every module by converted ones; shared tensors stay shared.
 
     Args:
         table: attribute of a module that holds the tensors by name, `_parameters` or `_buffers`.
@@ -352,7 +385,6 @@ def _replace_tensors(model: nn.Module, stack: ExitStack, table: str, convert: Ca
     replacements: dict[int, Tensor] = {}
     for module in model.modules():
         entries: dict[str, Tensor | None] = getattr(module, table)
-        stack.callback(_restore_contents, entries, dict(entries))
         for name, t in entries.items():
             if t is not None:
                 if id(t) not in replacements:

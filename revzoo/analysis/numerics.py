@@ -14,7 +14,7 @@ Source: ratio and alpha are those of Hascoet et al. 2023, section 4.1; the angle
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -240,8 +240,10 @@ def _compute_gradients(
     model: nn.Module, batch: Any, loss: LossFunction, mode: Mode | None = None, recorder: _StateRecorder | None = None
 ) -> Gradients:
     """Return the gradients of the loss; every call draws the same random numbers."""
-    tolerated = set_tripwire(False), ignore_error_growth()  # what rounding does is what is measured
-    with isolated(model, batch) as inputs, preserve_schedules(model) as assign, tolerated[0], tolerated[1]:
+    with ExitStack() as stack:
+        inputs, assign = stack.enter_context(isolated(model, batch)), stack.enter_context(preserve_schedules(model))
+        stack.enter_context(set_tripwire(False))
+        stack.enter_context(ignore_error_growth())  # what rounding does is what is measured
         if mode is not None:
             assign(mode)
         with nullcontext() if recorder is None else observe_states(recorder.note):

@@ -210,7 +210,7 @@ class BlockStep(nn.Module):
     def remove(self) -> None:
         """Give the block its own `forward` back."""
         if self._own_forward is None:
-            del self.block.__dict__["forward"]
+            self.block.__dict__.pop("forward", None)
         else:
             self.block.__dict__["forward"] = self._own_forward
 

@@ -101,7 +101,7 @@ def convert(
         choice = CouplingChoice("additive", None)
     original, spec, mappings, notes = _read_original(from_file, source_family, choice)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # not torch.manual_seed, which would seed the accelerators as well
         model = build(spec).eval()
         assignment = assign(model, mappings, source_family, original, strict, new_head=num_outputs is not None)
         model.load_state_dict(assignment.values, strict=False)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from revzoo.analysis.dry_run import preserve_random_streams
 from revzoo.checkpoint.foreign import read_config, read_weights
 from revzoo.errors import ConversionError, InputError, did_you_mean
 from revzoo.spec.loading import load_spec
@@ -108,7 +109,8 @@ def _read_plain_weights(path: str | Path) -> dict[str, Tensor]:
 def _from_timm(name: str, weights: str | Path | None) -> Original:
     if weights is None:
         try:
-            network = timm.create_model(name, pretrained=True)
+            with preserve_random_streams(()):
+                network = timm.create_model(name, pretrained=True)
         except Exception as error:  # hubs, proxies and file systems raise errors of many kinds
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ConversionError(

@@ -34,10 +34,10 @@ def seeded(*key: int) -> Iterator[None]:
     """Seed the global CPU generators with the key inside the block, and restore their states afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     seed = derive_seed(*key)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which would seed the accelerators as well
     try:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which would seed the accelerators as well
         yield
     finally:
         random.setstate(states[0])

@@ -152,10 +152,11 @@ class ModulePlan:
                 f"This plan was made for other circumstances ({'; '.join(reasons)}). Make a new one with "
                 "revzoo.plan(module, batch, budget)."
             )
+        planned = _PlannedCall(module, self.graphs, self.setting)
         restore_call(module)
         if self.drops_something or self.schedules:
             before = set_schedules(module, {path: list(modes) for path, modes in self.schedules})
-            replace_call(module, _PlannedCall(module, self.graphs, self.setting), lambda: set_schedules(module, before))
+            replace_call(module, planned, lambda: set_schedules(module, before))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

@@ -15,7 +15,15 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from revzoo.analysis.dry_run import call, in_mode, isolated, linear_loss, require_module, select_differentiable
+from revzoo.analysis.dry_run import (
+    call,
+    in_mode,
+    isolated,
+    linear_loss,
+    preserve_random_streams,
+    require_module,
+    select_differentiable,
+)
 from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
@@ -123,36 +131,39 @@ def inplace_abn_(model: nn.Module, batch: Any = None, *, relu_slope: float | Non
         raise InputError("A compiled model keeps what its compiler chose. Call inplace_abn_ before torch.compile.")
     if relu_slope is not None and not relu_slope > 0:
         raise InputError(f"ReLUs become leaky with a slope > 0. Received: relu_slope={relu_slope}. Use 0.01.")
-    batch = _make_batch(model) if batch is None else batch
+    if batch is None:
+        with preserve_random_streams(model.parameters()):
+            batch = _make_batch(model)
     norms, left = _find_norms(model)
     if not norms and any(type(module) in _FOLDABLE.values() for module in model.modules()):
         raise InputError("inplace_abn_ has already been called with this model: its BatchNorms keep no input. Go on as it is.")
     with in_mode(model, training=True):
         before, bytes_before, _ = _run(model, batch)
-        for norm in norms.values():
-            norm.__class__ = _FOLDABLE[type(norm)]
         relus: dict[str, nn.Module] = {}
         try:
+            for norm in norms.values():
+                norm.__class__ = _FOLDABLE[type(norm)]
             found, before_relu = _find_relus(model, batch)
             relus = {} if relu_slope is None else found
             for relu in relus.values():
                 relu.__class__ = nn.LeakyReLU
                 cast(Any, relu).negative_slope = relu_slope
             after, bytes_after, nodes = _run(model, batch, backward=True)
+            folded = tuple(nodes[name] for name in norms if name in nodes)
+            ordinary = {name: norm for name, norm in norms.items() if name not in nodes}
+            for name, norm in ordinary.items():
+                left[name] = _KEPT_RELU if norm in before_relu and relu_slope is None else _NOTHING_TO_FOLD
+            if not folded:
+                reasons = "; ".join(sorted(set(left.values()))) or "the model has no BatchNorm2d"
+                raise InputError(f"No BatchNorm can keep its output in place of its input. Received: {reasons}.")
+            _restore(ordinary.values(), ())
+            report = InPlaceABNReport(
+                folded, tuple(left.items()), tuple(relus), relu_slope, _compare(before, after), bytes_before, bytes_after
+            )
         except BaseException:
             _restore(norms.values(), relus.values())
             raise
-    folded = tuple(nodes[name] for name in norms if name in nodes)
-    ordinary = {name: norm for name, norm in norms.items() if name not in nodes}
-    for name, norm in ordinary.items():
-        left[name] = _KEPT_RELU if norm in before_relu and relu_slope is None else _NOTHING_TO_FOLD
-    _restore(ordinary.values(), () if folded else relus.values())
-    if not folded:
-        reasons = "; ".join(sorted(set(left.values()))) or "the model has no BatchNorm2d"
-        raise InputError(f"No BatchNorm can keep its output in place of its input. Received: {reasons}.")
-    return InPlaceABNReport(
-        folded, tuple(left.items()), tuple(relus), relu_slope, _compare(before, after), bytes_before, bytes_after
-    )
+    return report
 
 
 def _make_batch(model: nn.Module) -> Any:

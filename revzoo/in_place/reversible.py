@@ -163,29 +163,29 @@ def reversible_(
                 first, second = branches[block]
                 steps.append(BranchStep(block, chain, 2 * i, first, BranchStep(block, chain, 2 * i + 1, second)))
     similarity, peaks, restarts = None, None, list[str]()
-    for step in steps:
-        step.install()
     try:
+        for step in steps:
+            step.install()
         if before is not None:
             with observe_calls(partial(_note_restart, restarts)), FlopCounter() as flops:
                 similarity = measure_similarity(before, run_network(model, batch), batch)
             peaks = count_peaks(model, batch, steps, fake=flops.forward * 4 > FEW_FLOPS)
+        return ReversibleReport(
+            type(model).__name__,
+            tuple(chains),
+            tuple(type(next(iter(blocks.values()))).__name__ for blocks in chosen.values()),
+            coupling,
+            kept_bits,
+            similarity,
+            tuple(others),
+            tuple(_describe_branches(blocks.values(), branches) for blocks in chosen.values()) if branches else (),
+            tuple(restarts),
+            peaks,
+        )
     except BaseException:
         for step in steps:
             step.remove()
         raise
-    return ReversibleReport(
-        type(model).__name__,
-        tuple(chains),
-        tuple(type(next(iter(blocks.values()))).__name__ for blocks in chosen.values()),
-        coupling,
-        kept_bits,
-        similarity,
-        tuple(others),
-        tuple(_describe_branches(blocks.values(), branches) for blocks in chosen.values()) if branches else (),
-        tuple(restarts),
-        peaks,
-    )
 
 
 def ordinary_(model: nn.Module) -> None:
@@ -201,8 +201,13 @@ def ordinary_(model: nn.Module) -> None:
         raise InputError(
             f"No block of this {type(model).__name__} was made reversible by reversible_, so nothing can be undone."
         )
-    for step in steps:
-        step.remove()
+    try:
+        for step in steps:
+            step.remove()
+    except BaseException:  # half of a chain would be another function
+        for step in steps:
+            step.install()
+        raise
 
 
 def _describe_branches(blocks: Iterable[nn.Module], branches: dict[nn.Module, Branches]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revzoo.analysis.dry_run import call, in_mode, preserve_random_streams
+from revzoo.analysis.dry_run import call, in_mode, preserve
 from revzoo.analysis.likeness import measure_cosines
 from revzoo.block_steps.conventions import find_state, get_state
 from revzoo.errors import ConversionError, InputError
@@ -143,7 +143,7 @@ def run_network(model: nn.Module, batch: Any) -> Tensor:
     Raises:
         InputError: it returns no floating-point tensor.
     """
-    with in_mode(model, training=False), preserve_random_streams(model.parameters()):
+    with preserve(model), in_mode(model, training=False):
         outputs = call(model, batch)
     main = next((t for t in tensors_in(outputs) if t.is_floating_point() and t.dim() > 1), None)
     if main is None:

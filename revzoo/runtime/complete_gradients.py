@@ -10,7 +10,7 @@ after backward.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Lock
 from weakref import WeakSet
 
@@ -28,14 +28,13 @@ def take_gradients(parameters: Iterable[nn.Parameter], take: Callable[[nn.Parame
         take: called with one at a time. Gradients that wait until the end of backward are not handed out.
     """
     followed = [p for p in parameters if p.requires_grad]
-    previous, seams.follower = seams.follower, _Follower(followed, take)
-    handles = [p.register_post_accumulate_grad_hook(seams.follower.note_gradient) for p in followed]
-    try:
+    follower = _Follower(followed, take)
+    with ExitStack() as stack:
+        stack.callback(setattr, seams, "follower", seams.follower)
+        seams.follower = follower
+        for p in followed:
+            stack.callback(p.register_post_accumulate_grad_hook(follower.note_gradient).remove)
         yield
-    finally:
-        seams.follower = previous
-        for handle in handles:
-            handle.remove()
 
 
 class _Follower:

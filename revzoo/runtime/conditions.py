@@ -13,8 +13,9 @@ from torch import Tensor
 
 from revzoo.device import find_graph
 from revzoo.errors import RecoveryError
+from revzoo.runtime.attributes import Attributes
 from revzoo.runtime.forward import Forward, take_turn
-from revzoo.runtime.inventory import Attributes, Inventory, Tensors, take_inventory
+from revzoo.runtime.inventory import Inventory, Tensors, take_inventory
 from revzoo.runtime.random_state import RandomState, Snapshot, find_generators, leaves_alone
 
 _get_version: Callable[[Tensor], int] = attrgetter("_version")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import cache, cached_property
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, cast
 from weakref import WeakSet, ref
 
@@ -129,9 +129,6 @@ class Inventory:
         return type(None), ()  # in a copy of the module, or what is unpickled, it is found again
 
 
-_MISSING = object()
-
-
 class Learned:
     """What has been seen of the calls of a module, in the first of them and in rounds that are compared.
 
@@ -151,34 +148,6 @@ class Learned:
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy learns for itself
-
-
-class Attributes:
-    """What modules have set on themselves: attributes, tensors, submodules, hooks.
-
-    A second run is thrown away, and so is what it sets: an average that f updates is updated once, and what f would put back at
-    its end is put back if the run ends before.
-    """
-
-    def __init__(self, *modules: nn.Module):
-        own = [m.__dict__ for m in modules]
-        inside = [value for attributes in own for value in attributes.values() if isinstance(value, dict)]
-        self._taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(now, dict(now)) for now in (*own, *inside)]
-
-    def restore(self) -> bool:
-        """Set everything as it was; return whether anything had changed."""
-        has_changed = False
-        for now, then in self._taken:
-            if len(now) == len(then) and all(map(is_, now.values(), then.values())):
-                continue
-            for key in [key for key in now if key not in then and not _is_own(key)]:
-                del now[key]
-                has_changed = True
-            for key, value in then.items():
-                if now.get(key, _MISSING) is not value and not _is_own(key):
-                    now[key] = value
-                    has_changed = True
-        return has_changed
 
 
 def take_inventory(f: Any) -> Inventory:
@@ -206,10 +175,6 @@ def forget_inventory(f: Any) -> None:
         attributes = get_root(f).__dict__
         for name in [name for name in attributes if name.startswith(_NAME)]:  # of the branches of a block, too
             del attributes[name]
-
-
-def _is_own(key: Any) -> bool:
-    return isinstance(key, str) and key.startswith((_NAME, _LEARNED))
 
 
 def get_root(f: nn.Module) -> nn.Module:

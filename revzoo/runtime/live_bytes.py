@@ -139,8 +139,10 @@ class LiveBytes(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._restore.pop()()
+        try:
+            super().__exit__(*error)
+        finally:
+            self._restore.pop()()
 
     def _number_of(self, storage: torch.UntypedStorage) -> int:
         # The Python object of a storage lives as long as the storage itself, so its id and a weak reference identify it.
