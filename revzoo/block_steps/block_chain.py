@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from revzoo.block_steps.chain_position import Position, find_position, is_noted, note_position
 from revzoo.block_steps.conventions import (
+    find_place,
     find_state,
     get_state,
     is_cache,
@@ -55,7 +56,7 @@ class BlockChain:
     """What the steps of one list of blocks share.
 
     Args:
-        path: of the list in the network.
+        path: of the list in the network; with a slice, as in "blocks[2:5]", if the list has several chains.
         owner: the module that has the list.
         blocks: names of the blocks in the network: all of the list, or those of it that follow one another and fit.
         coupling: of every step; it keeps bits.
@@ -87,6 +88,11 @@ class BlockChain:
     def owner(self) -> nn.Module | None:
         """The module that has the list; None if only its blocks are left."""
         return self._owner()
+
+    @property
+    def list_path(self) -> str:
+        """The path of the list."""
+        return self.blocks[0].rpartition(".")[0]
 
     @property
     def names(self) -> list[str]:
@@ -127,7 +133,7 @@ class BlockChain:
     def layout(self) -> list[LayoutEntry]:
         """Return the steps in order, by their names within the list."""
         steps = sorted(self.members, key=attrgetter("index"))
-        names = (name.removeprefix(f"{self.path}.") for name in self.names)
+        names = (name.removeprefix(f"{self.list_path}.") for name in self.names)
         return [LayoutEntry(name, step, "step") for name, step in zip(names, steps, strict=True)]
 
 
@@ -138,11 +144,13 @@ class BlockOutput:
     Args:
         value: the whole result.
         dtype: of the state in it.
+        place: of the state in it, if it is a tuple.
         extras: what submodules have returned besides the state, by path.
     """
 
     value: Any = None
     dtype: torch.dtype | None = None
+    place: int = 0
     extras: dict[str, Any] = field(default_factory=dict)
 
 
@@ -175,13 +183,15 @@ class BlockStep(nn.Module):
         block: the block.
         chain: what it shares with the other blocks of its list.
         index: its place in the list.
+        place: of the state among what the block returns; None if its shape tells it in every call.
     """
 
-    def __init__(self, block: nn.Module, chain: BlockChain, index: int):
+    def __init__(self, block: nn.Module, chain: BlockChain, index: int, place: int | None = None):
         self._block = ModuleReference(block)
         super().__init__()
         self.chain = chain
         self.index = index
+        self.place = place
         self._own_forward = block.__dict__.get("forward")
         chain.members.append(self)
 
@@ -250,14 +260,20 @@ class BlockStep(nn.Module):
             value = type(self.block).forward(self.block, *positional, **keywords)
         else:
             value = self._own_forward(*positional, **keywords)
-        out = get_state(value)
+        place = find_place(value, state) if self.place is None else self.place
+        out = get_state(value, place)
         if not isinstance(out, Tensor):
             raise InputError(
-                f"{self.name} must return its new state, alone or first among its results. Received: "
-                f"{type(value).__name__}{'' if out is value else f' that begins with {type(out).__name__}'}."
+                f"{self.name} must return its new state, alone or among its results. Received: "
+                f"{type(value).__name__}{'' if out is value else f' with {type(out).__name__} in place {place}'}."
+            )
+        if out.shape != state.shape:
+            raise InputError(
+                f"{self.name} changes its state from {tuple(state.shape)} to {tuple(out.shape)}, and a step returns one of the "
+                "same shape. Call revzoo.ordinary_(model), then reversible_ with batch=: such blocks then stay ordinary."
             )
         if returned.dtype is None:
-            returned.value, returned.dtype = value, out.dtype
+            returned.value, returned.dtype, returned.place = value, out.dtype, place
         return out
 
     @exclude_from_compilation
@@ -292,7 +308,7 @@ class BlockStep(nn.Module):
         y = pair[1].to(dtype)
         if not is_last:
             note_position(y, Position(self.chain, pair[0], None if y is pair[1] else pair[1], segment, grid, round))
-        return replace_state(value, y)
+        return replace_state(value, y, arguments.returned.place)
 
     def _find_states(self, x: Tensor) -> tuple[Pair, InvertedSegment | None, Grid, Round | None]:
         """Return the states before this step, the inverted steps that it may go on with, and what all steps share."""

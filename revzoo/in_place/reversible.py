@@ -15,16 +15,10 @@ from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
 from revzoo.bounds import MOST_KEPT_BITS
 from revzoo.errors import InputError, UnknownNameError, join_names
-from revzoo.in_place.block_lists import choose_lists
-from revzoo.in_place.similarity import (
-    FRACTION_BITS,
-    USUAL_FRACTION_BITS,
-    Similarity,
-    measure_similarity,
-    run_network,
-    survey_blocks,
-)
+from revzoo.in_place.block_lists import choose_chains, find_lists
+from revzoo.in_place.similarity import Similarity, measure_similarity, run_network
 from revzoo.in_place.split import Branches, Split, find_branches
+from revzoo.in_place.survey import FRACTION_BITS, USUAL_FRACTION_BITS, choose_fraction_bits, survey_blocks
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
 from revzoo.runtime.inventory import Pattern, check_patterns
 from revzoo.runtime.observation import observe_calls
@@ -47,6 +41,7 @@ class ReversibleReport:
         branches: for each chain, the submodules that compute the two branches of a block; empty if blocks are not split.
         restarts: the blocks on the batch that were given another tensor than the block before them returned, so that they began
             a chain of their own.
+        ordinary: the blocks of the lists that are no steps, each with the reason.
     """
 
     model: str
@@ -58,6 +53,7 @@ class ReversibleReport:
     left: tuple[str, ...]
     branches: tuple[str, ...] = ()
     restarts: tuple[str, ...] = ()
+    ordinary: tuple[str, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -93,6 +89,8 @@ class ReversibleReport:
                 f"with two more states: {join_names(self.restarts, most=3)}. The network's code changes the state before them. "
                 "Move that code into the forward of the blocks, or make lists reversible that it does not reach into."
             )
+        if self.ordinary:
+            lines.append(f"ordinary blocks: {join_names(self.ordinary, most=3)}")
         if self.left:
             lines.append(f"left as they are: {join_names(self.left)}; name them to make them reversible, too")
         return "\n".join(lines)
@@ -136,22 +134,25 @@ def reversible_(
         ConversionError: a block that cannot be a step, with the reason. The network is then as it was.
     Cost: two states for each chain, kept_bits for each element and step, and one extra forward of each block.
     """
-    chosen, others = choose_lists(model, paths)
+    lists = find_lists(model, paths)
     _require_numbers(coupling, kept_bits, fraction_bits)
     if split is not None:
         _require_split(split, batch)
-    surveys, before = ({}, None) if batch is None else survey_blocks(model, chosen, batch)
+    surveys, before = (None, None) if batch is None else survey_blocks(model, lists, batch)
+    chosen, ordinary, left = choose_chains(model, lists, surveys, is_named=bool(paths))
     branches = {} if split is None else find_branches(model, chosen, split, batch)
     chains, steps = list[BlockChain](), list[BlockStep]()
     for path, blocks in chosen.items():
-        digits = surveys[path].fraction_bits if fraction_bits is None and path in surveys else fraction_bits
-        owner = model.get_submodule(path.rpartition(".")[0])
+        digits = fraction_bits
+        if fraction_bits is None and surveys is not None:
+            digits = choose_fraction_bits(surveys[name] for name in blocks)
+        owner = model.get_submodule(next(iter(blocks)).rpartition(".")[0].rpartition(".")[0])
         names = () if split is None else tuple(name if isinstance(name, str) else name[0] for name in split)
         chain = BlockChain(path, owner, list(blocks), _make_coupling(coupling, kept_bits, digits), names, check_patterns(keep))
         chains.append(chain)
-        for i, block in enumerate(blocks.values()):
+        for i, (name, block) in enumerate(blocks.items()):
             if split is None:
-                steps.append(BlockStep(block, chain, i))
+                steps.append(BlockStep(block, chain, i, place=None if surveys is None else surveys[name].place))
             else:
                 first, second = branches[block]
                 steps.append(BranchStep(block, chain, 2 * i, first, BranchStep(block, chain, 2 * i + 1, second)))
@@ -169,13 +170,14 @@ def reversible_(
     return ReversibleReport(
         type(model).__name__,
         tuple(chains),
-        tuple(type(next(iter(blocks.values()))).__name__ for blocks in chosen.values()),
+        tuple(" or ".join(dict.fromkeys(type(block).__name__ for block in blocks.values())) for blocks in chosen.values()),
         coupling,
         kept_bits,
         similarity,
-        tuple(others),
+        left,
         tuple(_describe_branches(blocks.values(), branches) for blocks in chosen.values()) if branches else (),
         tuple(restarts),
+        tuple(f"{name} {reason}" for name, reason in ordinary.items()),
     )
 
 

@@ -1,5 +1,7 @@
 """Networks and blocks that `reversible_` refuses, by name, and leaves as they were."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -19,21 +21,36 @@ def write_into(m, x):
 
 
 BAD = {
-    "widen": (widen, r"blocks.1 changes its state from \(4, 6\), torch.float32 to \(4, 12\)"),
-    "write_into": (write_into, "blocks.1 writes into what it is given"),
-    "to_double": (lambda m, x: m.layer(x).double(), "blocks.1 changes its state from .* to .*torch.float64"),
-    "dictionary": (lambda m, x: {}, "blocks.1 returns dict, not a new state"),
-    "unrelated": (lambda m, x: -x, "blocks.1 is no residual map: .* returns -1.00 times its input"),
+    "widen": (
+        lambda m, x: widen(m, x[:, :6])[:, : 12 if x.shape[1] == 6 else 6],
+        r"changes its state from \(4, 6\), .* to \(4, 12\)",
+    ),
+    "write_into": (write_into, "writes into what it is given"),
+    "to_double": (lambda m, x: m.layer(x).double(), "changes its state from .* to .*torch.float64"),
+    "dictionary": (lambda m, x: {"x": x}, "returns dict, not a new state"),
+    "unrelated": (lambda m, x: -x, "is no residual map: it returns -1.00 times its input"),
 }
 
 
+def add(m, x):
+    x = (x["x"] if isinstance(x, dict) else x)[:, :6].float()
+    return x + m.layer(x).tanh()
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_blocks_that_cannot_be_steps_are_refused_with_the_reason(name):
-    write, message = BAD[name]
-    toy = Toy(Tanh(), Tanh(write), Tanh(), Tanh())
+def test_blocks_that_cannot_be_steps_stay_ordinary_with_the_reason(name):
+    write, reason = BAD[name]
+    toy = Toy(Tanh(), Tanh(), Tanh(write), Tanh(add), Tanh(), Tanh())
+    report = revzoo.reversible_(toy, batch=X)
+    assert [chain.blocks for chain in report.chains] == [["blocks.0", "blocks.1"], ["blocks.4", "blocks.5"]]
+    assert [chain.path for chain in report.chains] == ["blocks[0:2]", "blocks[4:6]"]
+    assert re.match(f"blocks.2 {reason}", report.ordinary[0])
+    assert "ordinary blocks: blocks.2 " in str(report)
+    revzoo.ordinary_(toy)
     before = [dict(m.__dict__) for m in toy.modules()]
-    with pytest.raises(ConversionError, match=message):
-        revzoo.reversible_(toy, "blocks", batch=X)
+    toy.blocks = toy.blocks[:4]
+    with pytest.raises(ConversionError, match=f"blocks.2 {reason}"):
+        revzoo.reversible_(Toy(Tanh(), Tanh(write)), batch=X)
     assert [dict(m.__dict__) for m in toy.modules()] == before
 
 

@@ -1,0 +1,163 @@
+"""What the blocks of a network do on a batch: which can be steps of a chain, why others cannot, how large states are."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.block_steps.conventions import get_state, list_results, look_for_state
+from revzoo.in_place.similarity import run_network
+
+_DIGITS = 24  # of a float32
+USUAL_FRACTION_BITS = 16
+FRACTION_BITS = (4, 40)  # the fewest and the most
+_ROOM = 4  # binary digits that states may grow by in training
+_LEAST_FACTOR = 0.1  # of its input in what a residual block returns; norms make it smaller than 1
+_RESOLUTION = 13  # binary digits of the smallest row of a state
+
+
+@dataclass
+class BlockSurvey:
+    """What one block does on a batch.
+
+    Args:
+        calls: how often it was called.
+        reason: why it cannot be a step, in words that follow its name; None if it can.
+        state: shape and dtype of its state.
+        place: of the new state among several results.
+        largest: magnitude of an element of its states.
+        smallest: root mean square of a row that is not zero.
+    """
+
+    calls: int = 0
+    reason: str | None = None
+    state: tuple[torch.Size, torch.dtype] | None = None
+    place: int = 0
+    largest: float = 0.0
+    smallest: float = math.inf
+
+    def add_state(self, state: Tensor) -> None:
+        """Consider a state."""
+        rows = state.detach().float()
+        sizes = rows.square().mean(-1).sqrt()
+        if (sizes > 0).any():
+            self.smallest = min(self.smallest, float(sizes[sizes > 0].min()))
+        self.largest = max(self.largest, float(rows.abs().max()))
+
+    def add_call(self, x: Any, state: Any, value: Any) -> None:
+        """Consider a call.
+
+        Args:
+            x: its first argument, after it.
+            state: a copy of that from before; x itself if it is no floating-point tensor.
+            value: what the block has returned.
+        """
+        if isinstance(x, Tensor) and not x.numel():
+            return  # an expert without tokens, for example
+        self.calls += 1
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+            self.reason = f"is given {kind} first, where the state has to be"
+            return
+        self.state = self.state or (x.shape, x.dtype)
+        fitting = [i for i, t in enumerate(list_results(value)) if _is_like(t, x)]
+        residual = [i for i in fitting if _count_input(state, list_results(value)[i]) is None]
+        if not fitting:
+            out = get_state(value)
+            self.reason = (
+                f"changes its state from {tuple(x.shape)}, {x.dtype} to {tuple(out.shape)}, {out.dtype}"
+                if isinstance(out, Tensor)
+                else f"returns {type(value).__name__}, not a new state alone or among its results"
+            )
+        elif not torch.equal(x, state):
+            self.reason = (
+                "writes into what it is given, and a step must leave its state as it is: replace the in-place operation at its "
+                "beginning (x += y, ReLU(inplace=True)) by one that returns a new tensor"
+            )
+        elif not residual:
+            self.reason = (
+                f"is no residual map: it returns {_count_input(state, get_state(value, fitting[0])):.2f} times its input, and "
+                "a rest unrelated to it, and the next block would not understand a sum with the state before"
+            )
+        else:
+            self.place = residual[0]
+            self.add_state(state)
+            self.add_state(get_state(value, self.place))
+
+
+def choose_fraction_bits(surveys: Iterable[BlockSurvey]) -> int:
+    """Return how many binary digits after the point resolve the smallest row of some blocks and hold the largest element."""
+    largest, smallest = 0.0, math.inf
+    for survey in surveys:
+        largest, smallest = max(largest, survey.largest), min(smallest, survey.smallest)
+    if not (largest and math.isfinite(largest) and math.isfinite(smallest)):
+        return USUAL_FRACTION_BITS
+    wanted = max(USUAL_FRACTION_BITS, _RESOLUTION - math.floor(math.log2(smallest)))
+    bits = min(wanted, _DIGITS - _ROOM - math.ceil(math.log2(largest)))
+    return max(FRACTION_BITS[0], min(bits, FRACTION_BITS[1]))
+
+
+def survey_blocks(
+    model: nn.Module, lists: Mapping[str, Mapping[str, nn.Module]], batch: Any
+) -> tuple[dict[str, BlockSurvey], Tensor]:
+    """Return what the blocks of lists do on a batch, by name, and the main output of the network."""
+    blocks = {name: block for members in lists.values() for name, block in members.items()}
+    surveys = {name: BlockSurvey() for name in blocks}
+
+    def watch(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = look_for_state(blocks[name], args, kwargs)[0]
+        state = x.clone() if isinstance(x, Tensor) else x
+        value = forward(*args, **kwargs)
+        surveys[name].add_call(x, state, value)
+        return value
+
+    with watched_calls(blocks, watch):
+        output = run_network(model, batch)
+    return surveys, output
+
+
+@contextmanager
+def watched_calls(
+    blocks: Mapping[str, nn.Module], watch: Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+) -> Iterator[None]:
+    """Let `watch` stand in place of the `forward` of blocks, where a step will stand: some networks call `forward` itself.
+
+    It is given the block's name, its own `forward`, and the arguments; what it returns is what the block returns.
+    """
+
+    def stand_in(name: str, block: nn.Module) -> Callable[..., Any]:
+        own = block.__dict__.get("forward") or partial(type(block).forward, block)
+        return lambda *args, **kwargs: watch(name, own, args, kwargs)
+
+    own = {block: block.__dict__.get("forward") for block in blocks.values()}
+    try:
+        for name, block in blocks.items():
+            block.__dict__["forward"] = stand_in(name, block)
+        yield
+    finally:
+        for block, forward in own.items():
+            if forward is None:
+                block.__dict__.pop("forward", None)
+            else:
+                block.__dict__["forward"] = forward
+
+
+def _is_like(t: Any, x: Tensor) -> bool:
+    return isinstance(t, Tensor) and t.shape == x.shape and t.dtype == x.dtype
+
+
+def _count_input(state: Tensor, out: Tensor) -> float | None:
+    """Return how often a state is in what a block returned, if that is too little; None for a residual map.
+
+    None as well where the state has too few elements to tell.
+    """
+    x, y = state.double().flatten(), out.double().flatten()
+    size = float(x.norm()) or 1.0
+    factor = float(x @ y) / size**2  # by least squares; 1 in x + g(x) where g(x) has nothing to do with x
+    noise = float(y.norm()) / size / len(x) ** 0.5  # the factor's standard deviation if y had nothing to do with x
+    return factor if factor < _LEAST_FACTOR and factor + 3 * noise < 0.5 else None
