@@ -8,8 +8,8 @@ has returned. So the loop may pass other arguments to every block, take what els
 out blocks, or stop early. A block that is given any other tensor is the first step of a new chain, with w[k-1] = w[k]:
 w[k+1] = (a + b) w[k] + c f(w[k]).
 
-States are on a grid, in float32 or float64. A block is given its state in the dtype of the tensor that it was called with, and
-what it returns has the dtype that the block by itself returns.
+States are on a grid, in float32, or in float64 where a network has that or 24 digits cannot hold them. A block is given its
+state in the dtype of the tensor that it was called with, and what it returns has the dtype that the block by itself returns.
 
 Hooks of a block are outside of its step: they run once, and see states.
 """
@@ -33,6 +33,7 @@ from revzoo.block_steps.conventions import (
     put_state,
     replace_state,
 )
+from revzoo.block_steps.row_size import COARSER, warn_of_lost_rows
 from revzoo.dtype import HALF
 from revzoo.errors import InputError
 from revzoo.runtime.chain_link import run_link
@@ -62,6 +63,8 @@ class BlockChain:
         coupling: of every step; it keeps bits.
         branches: the names of the two residual branches, if each is a step of its own.
         keep: names the submodules whose outputs are kept.
+        states: dtype of the states; None is float64 for those of a network in float64, and float32 for all others.
+        is_surveyed: whether the grid was chosen for states of a batch; otherwise the first ones are looked at.
     """
 
     def __init__(
@@ -72,6 +75,8 @@ class BlockChain:
         coupling: Coupling,
         branches: tuple[str, ...] = (),
         keep: Sequence[Pattern] = (),
+        states: torch.dtype | None = None,
+        is_surveyed: bool = False,
     ):
         self.path = path
         self.branches = branches
@@ -81,6 +86,8 @@ class BlockChain:
         self.schedule = "invert"
         self._schedule_before_plan: list[Mode] | None = None
         self.keep = keep
+        self.states = states
+        self.is_surveyed = is_surveyed
         self.members: list[BlockStep] = []
         self.end = nn.Identity()  # for observers, it stands for what the network computes after the last step
 
@@ -103,7 +110,12 @@ class BlockChain:
 
     @property
     def state_bytes(self) -> int:
-        """Of an element of a state: those of float64 in a network of that dtype, otherwise of float32."""
+        """Of an element of a state."""
+        return self.input_bytes if self.states is None else self.states.itemsize
+
+    @property
+    def input_bytes(self) -> int:
+        """Of an element of what blocks are given: those of float64 in a network of that dtype, otherwise of float32."""
         blocks = (block for member in self.members if (block := member._block()) is not None)
         return 8 if any(p.dtype is torch.float64 for block in blocks for p in block.parameters()) else 4
 
@@ -192,6 +204,7 @@ class BlockStep(nn.Module):
         self.chain = chain
         self.index = index
         self.place = place
+        self._has_seen_rows = chain.is_surveyed
         self._own_forward = block.__dict__.get("forward")
         chain.members.append(self)
 
@@ -312,14 +325,17 @@ class BlockStep(nn.Module):
 
     def _find_states(self, x: Tensor) -> tuple[Pair, InvertedSegment | None, Grid, Round | None]:
         """Return the states before this step, the inverted steps that it may go on with, and what all steps share."""
-        refuse_exact_derivatives()
-        dtype = torch.float32 if x.dtype in HALF else x.dtype
+        refuse_exact_derivatives("Call revzoo.ordinary_(model) first.")
+        dtype = self.chain.states or (torch.float32 if x.dtype in HALF else x.dtype)
         position = find_position(x, self.chain)
         if position is None or position.grid.dtype != dtype:
             schedule = self.chain._schedule
-            grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert=any(mode.inverts for mode in schedule))
+            will_invert = any(mode.inverts for mode in schedule)
+            grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert, remedy=COARSER)
             first = grid.round(x)
             grid.watch(first, f"as the input of {self.name}")
+            # Once, because a device has to wait for it.
+            self._has_seen_rows = self._has_seen_rows or warn_of_lost_rows(x, grid.scale, self.name)
             return (first, first), None, grid, begin_round(self, x, tuple(schedule))
         current, segment = position.current, position.segment
         if current is None:

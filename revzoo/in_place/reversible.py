@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
+from revzoo.analysis.likeness import warn_of_another_function
 from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
 from revzoo.bounds import MOST_KEPT_BITS
@@ -18,12 +20,17 @@ from revzoo.errors import InputError, UnknownNameError, join_names
 from revzoo.in_place.block_lists import choose_chains, find_lists
 from revzoo.in_place.similarity import Similarity, measure_similarity, run_network
 from revzoo.in_place.split import Branches, Split, find_branches
-from revzoo.in_place.survey import FRACTION_BITS, USUAL_FRACTION_BITS, choose_fraction_bits, survey_blocks
+from revzoo.in_place.survey import FRACTION_BITS, choose_grids, survey_blocks
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
+from revzoo.runtime.exact import GRIDS
 from revzoo.runtime.inventory import Pattern, check_patterns
 from revzoo.runtime.observation import observe_calls
 
 BlockCoupling = Literal["momentum", "dual_residual"]
+_KEEP_NEARER = (
+    "More kept_bits keep it nearer to the original; or more fraction_bits, where states are small; or another list of blocks "
+    "(its path). revzoo.plan(model, batch, budget) changes no function."
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class ReversibleReport:
         restarts: the blocks on the batch that were given another tensor than the block before them returned, so that they began
             a chain of their own.
         ordinary: the blocks of the lists that are no steps, each with the reason.
+        grids: what there is to say about the choice of the grids.
     """
 
     model: str
@@ -54,6 +62,7 @@ class ReversibleReport:
     branches: tuple[str, ...] = ()
     restarts: tuple[str, ...] = ()
     ordinary: tuple[str, ...] = ()
+    grids: tuple[str, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -70,17 +79,18 @@ class ReversibleReport:
         lines = [f"{self.model}: {self.coupling} coupling, {self.kept_bits} bits kept of every element and step"]
         branches = self.branches or ("",) * len(self.chains)
         for chain, block, parts, size in zip(self.chains, self.blocks, branches, self.kept_bytes_per_element, strict=True):
-            stored = chain.state_bytes * len(chain.blocks)
+            stored = chain.input_bytes * len(chain.blocks)
             dtypes = (
-                f"{stored} in float64" if chain.state_bytes == 8 else f"{stored} in float32, {stored // 2} in half precision"
+                f"{stored} in float64" if chain.input_bytes == 8 else f"{stored} in float32, {stored // 2} in half precision"
             )
             each = f"two of each {block} ({parts})" if chain.branches else f"each a {block}"
             lines.append(
                 f"{chain.path}: {len(chain.names)} steps, {each}; they keep {size:g} bytes for "
                 "every element of the state "
                 f"(their inputs alone would be {dtypes}), on a grid of "
-                f"2^-{USUAL_FRACTION_BITS if (bits := chain.coupling.fraction_bits) is None else bits}"
+                f"2^-{_get_fraction_bits(chain)}"
             )
+        lines += self.grids
         if self.similarity is not None:
             lines.append(str(self.similarity))
         if self.restarts:
@@ -117,8 +127,8 @@ def reversible_(
         paths: of lists of blocks (ModuleList or Sequential) in it, such as "model.layers". None: the longest list of blocks of
             one class and size; the report says which.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments. With one, the network is
-            run on it before and after: the report says how much its outputs differ, and each chain has a grid that fits its
-            states.
+            run on it before and after: the report says how much its outputs differ, a cosine below 0.99 is warned of, and each
+            chain has a grid that fits its states, in training mode as well.
         coupling: "momentum", or "dual_residual", w[k+1] = f(w[k]) + 2^-kept_bits w[k-1].
         kept_bits: from 1 to 15: fewer keep less, and change the function more.
         fraction_bits: binary digits of the states after the point; states stay below 2^(24 - fraction_bits). None: 16, or
@@ -141,14 +151,17 @@ def reversible_(
     surveys, before = (None, None) if batch is None else survey_blocks(model, lists, batch)
     chosen, ordinary, left = choose_chains(model, lists, surveys, is_named=bool(paths))
     branches = {} if split is None else find_branches(model, chosen, split, batch)
+    chooses = surveys is not None and fraction_bits is None
+    grids, notes = choose_grids(model, chosen, surveys or {}, batch) if chooses else ({}, ())
     chains, steps = list[BlockChain](), list[BlockStep]()
     for path, blocks in chosen.items():
-        digits = fraction_bits
-        if fraction_bits is None and surveys is not None:
-            digits = choose_fraction_bits(surveys[name] for name in blocks)
+        states, digits = grids.get(path, (None, fraction_bits))
         owner = model.get_submodule(next(iter(blocks)).rpartition(".")[0].rpartition(".")[0])
         names = () if split is None else tuple(name if isinstance(name, str) else name[0] for name in split)
-        chain = BlockChain(path, owner, list(blocks), _make_coupling(coupling, kept_bits, digits), names, check_patterns(keep))
+        recurrence = _make_coupling(coupling, kept_bits, digits)
+        chain = BlockChain(
+            path, owner, list(blocks), recurrence, names, check_patterns(keep), states, is_surveyed=path in grids
+        )
         chains.append(chain)
         for i, (name, block) in enumerate(blocks.items()):
             if split is None:
@@ -167,6 +180,8 @@ def reversible_(
         for step in steps:
             step.remove()
         raise
+    if similarity is not None:
+        warn_of_another_function(type(model).__name__, similarity.cosine, _KEEP_NEARER)
     return ReversibleReport(
         type(model).__name__,
         tuple(chains),
@@ -178,6 +193,7 @@ def reversible_(
         tuple(_describe_branches(blocks.values(), branches) for blocks in chosen.values()) if branches else (),
         tuple(restarts),
         tuple(f"{name} {reason}" for name, reason in ordinary.items()),
+        notes,
     )
 
 
@@ -208,6 +224,12 @@ def _note_restart(restarts: list[str], step: nn.Module, inputs: Any, states: Seq
     """Note a block that begins a chain, where both states are one, without being the first of its list."""
     if isinstance(step, BlockStep) and step.index and states[0] is states[1]:
         restarts.append(step.name)
+
+
+def _get_fraction_bits(chain: BlockChain) -> int:
+    """Return how many binary digits after the point the states of a chain have."""
+    usual = GRIDS[torch.float64 if chain.state_bytes == 8 else torch.float32][0]
+    return usual if chain.coupling.fraction_bits is None else chain.coupling.fraction_bits
 
 
 def _make_coupling(name: BlockCoupling, kept_bits: int, fraction_bits: int | None) -> Coupling:

@@ -1,24 +1,51 @@
 """What the blocks of a network do on a batch: which can be steps of a chain, why others cannot, how large states are."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from revzoo.analysis.dry_run import call, in_mode, isolated
 from revzoo.block_steps.conventions import get_state, list_results, look_for_state
+from revzoo.block_steps.row_size import LEAST_DIGITS, measure_smallest_row
+from revzoo.device import has_float64
+from revzoo.dtype import HALF
 from revzoo.in_place.similarity import run_network
+from revzoo.runtime.exact import GRIDS
 
-_DIGITS = 24  # of a float32
-USUAL_FRACTION_BITS = 16
 FRACTION_BITS = (4, 40)  # the fewest and the most
 _ROOM = 4  # binary digits that states may grow by in training
+Grid = tuple[torch.dtype | None, int]  # of the states of a chain: their dtype, and binary digits after the point
 _LEAST_FACTOR = 0.1  # of its input in what a residual block returns; norms make it smaller than 1
 _RESOLUTION = 13  # binary digits of the smallest row of a state
+
+
+@dataclass
+class StateSizes:
+    """How large states are.
+
+    Args:
+        largest: magnitude of an element.
+        smallest: root mean square of a row that is not zero.
+    """
+
+    largest: float = 0.0
+    smallest: float = math.inf
+
+    def add(self, state: Tensor) -> None:
+        """Consider a state."""
+        if state.numel():
+            self.smallest = min(self.smallest, measure_smallest_row(state))
+            self.largest = max(self.largest, float(state.detach().abs().amax()))
+
+    def __or__(self, other: "StateSizes") -> "StateSizes":
+        return StateSizes(max(self.largest, other.largest), min(self.smallest, other.smallest))
 
 
 @dataclass
@@ -30,24 +57,14 @@ class BlockSurvey:
         reason: why it cannot be a step, in words that follow its name; None if it can.
         state: shape and dtype of its state.
         place: of the new state among several results.
-        largest: magnitude of an element of its states.
-        smallest: root mean square of a row that is not zero.
+        sizes: of its states.
     """
 
     calls: int = 0
     reason: str | None = None
     state: tuple[torch.Size, torch.dtype] | None = None
     place: int = 0
-    largest: float = 0.0
-    smallest: float = math.inf
-
-    def add_state(self, state: Tensor) -> None:
-        """Consider a state."""
-        rows = state.detach().float()
-        sizes = rows.square().mean(-1).sqrt()
-        if (sizes > 0).any():
-            self.smallest = min(self.smallest, float(sizes[sizes > 0].min()))
-        self.largest = max(self.largest, float(rows.abs().max()))
+    sizes: StateSizes = field(default_factory=StateSizes)
 
     def add_call(self, x: Any, state: Any, value: Any) -> None:
         """Consider a call.
@@ -86,19 +103,53 @@ class BlockSurvey:
             )
         else:
             self.place = residual[0]
-            self.add_state(state)
-            self.add_state(get_state(value, self.place))
+            self.sizes.add(state)
+            self.sizes.add(get_state(value, self.place))
 
 
-def choose_fraction_bits(surveys: Iterable[BlockSurvey]) -> int:
-    """Return how many binary digits after the point resolve the smallest row of some blocks and hold the largest element."""
-    largest, smallest = 0.0, math.inf
-    for survey in surveys:
-        largest, smallest = max(largest, survey.largest), min(smallest, survey.smallest)
-    if not (largest and math.isfinite(largest) and math.isfinite(smallest)):
-        return USUAL_FRACTION_BITS
-    wanted = max(USUAL_FRACTION_BITS, _RESOLUTION - math.floor(math.log2(smallest)))
-    bits = min(wanted, _DIGITS - _ROOM - math.ceil(math.log2(largest)))
+def choose_grids(
+    model: nn.Module, chains: Mapping[str, Mapping[str, nn.Module]], surveys: Mapping[str, BlockSurvey], batch: Any
+) -> tuple[dict[str, Grid], tuple[str, ...]]:
+    """Return a grid for each chain that resolves the smallest row of its states and holds the largest element, with room.
+
+    In eval mode, a network whose BatchNorms have no statistics yet has much smaller states than in training: the grid holds
+    both. Where 24 digits are too few for the smallest row in training, states are float64. That costs four more bytes for each
+    element of two states, which is less than a block that stays ordinary.
+
+    Args:
+        model: the network; no trace of a run in training mode remains.
+        chains: blocks by name, by the path of their chain.
+        surveys: of the blocks in eval mode.
+        batch: as for `call`.
+    Returns:
+        The dtype of the states of each chain, None for the usual one, and the binary digits after the point; and notes.
+    """
+    training, error = _survey_training(model, chains, surveys, batch)
+    notes = [f"This batch cannot be run in training mode ({error}): grids fit the states in eval mode alone"] if error else []
+    has_more_digits = all(has_float64(p.device) for p in model.parameters())
+    grids: dict[str, Grid] = {}
+    for path, blocks in chains.items():
+        sizes = reduce(or_, (surveys[name].sizes for name in blocks), training[path])
+        own = next((state[1] for name in blocks if (state := surveys[name].state) is not None), torch.float32)
+        own = torch.float32 if own in HALF else own
+        grids[path] = None, (bits := _count_fraction_bits(sizes, own))
+        smallest, resolved = (training[path] if training[path].largest else sizes).smallest, 2.0 ** (LEAST_DIGITS - bits)
+        words = f"tokens or pixels of {sizes.smallest:.2g} beside elements of {sizes.largest:.2g}"
+        if smallest < resolved and own is not torch.float64 and has_more_digits:
+            grids[path] = torch.float64, _count_fraction_bits(sizes, torch.float64)
+            notes.append(f"{path}: states are float64, because the 24 binary digits of float32 do not hold {words}")
+        elif sizes.smallest < resolved:
+            in_eval = " in eval mode; in training mode they are larger" if smallest >= resolved else ""
+            notes.append(f"{path}: the grid does not resolve {words}{in_eval}")
+    return grids, tuple(notes)
+
+
+def _count_fraction_bits(sizes: StateSizes, dtype: torch.dtype) -> int:
+    usual, digits = GRIDS[dtype]
+    if not (sizes.largest and math.isfinite(sizes.largest) and math.isfinite(sizes.smallest)):
+        return usual
+    wanted = max(usual, _RESOLUTION - math.floor(math.log2(sizes.smallest)))
+    bits = min(wanted, digits - _ROOM - math.ceil(math.log2(sizes.largest)))
     return max(FRACTION_BITS[0], min(bits, FRACTION_BITS[1]))
 
 
@@ -119,6 +170,30 @@ def survey_blocks(
     with watched_calls(blocks, watch):
         output = run_network(model, batch)
     return surveys, output
+
+
+def _survey_training(
+    model: nn.Module, chains: Mapping[str, Mapping[str, nn.Module]], surveys: Mapping[str, BlockSurvey], batch: Any
+) -> tuple[dict[str, StateSizes], str]:
+    """Return how large the states of chains are in training mode, by path; nothing, and why, if this batch cannot be run so."""
+    blocks = {name: block for members in chains.values() for name, block in members.items()}
+    sizes = {name: StateSizes() for name in blocks}
+
+    def watch(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = forward(*args, **kwargs)
+        for state in (look_for_state(blocks[name], args, kwargs)[0], get_state(value, surveys[name].place)):
+            sizes[name].add(state)
+        return value
+
+    error = ""
+    if not any(p.requires_grad for p in model.parameters()):
+        return dict.fromkeys(chains, StateSizes()), error  # it will not be trained as it is
+    try:
+        with isolated(model, batch) as inputs, in_mode(model, training=True), torch.no_grad(), watched_calls(blocks, watch):
+            call(model, inputs)
+    except Exception as problem:  # of the network's own code: one that wants targets in training mode, for example
+        error, sizes = f"{type(problem).__name__}: {problem}", {}
+    return {path: reduce(or_, (sizes.get(n, StateSizes()) for n in members)) for path, members in chains.items()}, error
 
 
 @contextmanager
