@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import or_
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -159,12 +160,25 @@ def survey_blocks(
     """Return what the blocks of lists do on a batch, by name, and the main output of the network."""
     blocks = {name: block for members in lists.values() for name, block in members.items()}
     surveys = {name: BlockSurvey() for name in blocks}
+    returned: dict[str, tuple[ReferenceType[Tensor], int]] = {}  # the latest state, and how often it had been written into
+
+    def note_writes() -> None:
+        for name, (reference, version) in returned.items():
+            if (state := reference()) is not None and state._version != version:
+                surveys[name].reason = (
+                    "returns a state that something writes into afterwards, and backward begins with it: replace the in-place "
+                    "operation behind it (x += y, ReLU(inplace=True)) by one that returns a new tensor"
+                )
 
     def watch(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = look_for_state(blocks[name], args, kwargs)[0]
+        note_writes()
         state = x.clone() if isinstance(x, Tensor) else x
         value = forward(*args, **kwargs)
+        note_writes()  # the writing block may hold the last reference
         surveys[name].add_call(x, state, value)
+        if isinstance(out := get_state(value, surveys[name].place), Tensor) and not out.is_inference():
+            returned[name] = (ref(out), out._version)
         return value
 
     with watched_calls(blocks, watch):
