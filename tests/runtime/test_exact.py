@@ -88,8 +88,8 @@ def test_on_an_accelerator_what_is_not_rebuilt_may_leave_the_grid(schedule, acce
 
 def test_on_an_accelerator_the_range_is_read_once_and_in_backward_only(accelerator, monkeypatch):
     looks = []
-    check_range = exact._check_range
-    monkeypatch.setattr(exact, "_check_range", lambda *args: (looks.append(args[1]), check_range(*args)))
+    check_range = exact.Grid._check_range
+    monkeypatch.setattr(exact.Grid, "_check_range", lambda *args: (looks.append(args[1]), check_range(*args)))
     x = torch.ones(3, requires_grad=True)
     chain = chain_that_leaves(2, "invert", value=0.5)
     y1, y2 = chain(x, x)
