@@ -45,7 +45,7 @@ def chain_that_leaves(at: int, schedule: object, value: float = 1e4) -> Reversib
 @pytest.mark.parametrize(("value", "received"), [(1e4, "11101.1"), (-1e4, "-11098.9"), (torch.nan, "nan"), (torch.inf, "inf")])
 def test_the_step_that_leaves_the_grid_is_named(mode, value, received):
     x = torch.ones(3)
-    with pytest.raises(RecoveryError, match=rf"below 256 in magnitude. Received: {received} after steps\.2\. Lower"):
+    with pytest.raises(RecoveryError, match=rf"below 256 in .* Received: {received} after steps\.2\. Lower .* exact=False"):
         chain_that_leaves(2, mode, value)(x, x)
     with pytest.raises(RecoveryError, match=r"Received: 256 as an input of the chain\. Lower"), torch.no_grad():
         chain_that_leaves(2, mode)(x, torch.tensor([1.0, 256.0, -3.0]))
