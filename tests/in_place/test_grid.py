@@ -56,7 +56,7 @@ def train(model, x, schedule):
     """Return losses and weights of three steps."""
     for chain in find_block_chains(model).values():
         chain.schedule = schedule
-    optimizer, losses = torch.optim.AdamW(model.train().parameters(), 1e-3), []
+    optimizer, losses = torch.optim.AdamW(model.train().parameters(), 1e-6), []
     for _ in range(3):
         optimizer.zero_grad()
         loss = (model(x) - 1).square().mean()
