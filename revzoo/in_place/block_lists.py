@@ -34,8 +34,11 @@ class Choice(NamedTuple):
     left: tuple[str, ...]
 
 
-def find_lists(model: nn.Module, paths: Sequence[str]) -> BlockLists:
+def find_lists(model: nn.Module, paths: Sequence[str], has_batch: bool) -> BlockLists:
     """Return the lists of blocks of these paths, or all lists that have blocks made of layers.
+
+    A list is a ModuleList or Sequential, or any module with numbered children (b1, b2, ...). Of the latter, only a batch or the
+    user can say that they are called one after the other.
 
     Raises:
         UnknownNameError: the network has no list of this path.
@@ -43,19 +46,19 @@ def find_lists(model: nn.Module, paths: Sequence[str]) -> BlockLists:
     """
     require_module(model)
     _require_ordinary(model)
-    known = {
-        path: _name_blocks(module, path)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
+    known = {path: blocks for path, module in model.named_modules() if (blocks := _name_blocks(module, path)) is not None}
+    lists = {
+        path: blocks
+        for path, blocks in known.items()
+        if any(map(_is_made_of_layers, blocks.values())) and (has_batch or _is_list(model.get_submodule(path)))
     }
-    lists = {path: blocks for path, blocks in known.items() if any(map(_is_made_of_layers, blocks.values()))}
     for path in paths:
         if path not in known:
             modules = dict(model.named_modules())
             if path not in modules:
                 raise UnknownNameError("list of blocks", path, lists)
             raise InputError(
-                f"A list of blocks is a ModuleList or Sequential of two or more. Received: {path!r}, a "
+                f"A list of blocks is a ModuleList or Sequential, or has numbered children. Received: {path!r}, a "
                 f"{type(modules[path]).__name__}. Lists in this network: {join_names(list(lists))}."
             )
     lists = {path: known[path] for path in paths} if paths else lists
@@ -137,9 +140,18 @@ def _require_distinct(chains: BlockLists) -> None:
             raise ConversionError(f"{inside} is a part of {name}. Make one of the two lists reversible.")
 
 
-def _name_blocks(blocks: nn.ModuleList | nn.Sequential, path: str) -> dict[str, nn.Module]:
-    """Return the blocks of a list by their names; entries may be None."""
-    return {f"{path}.{key}".removeprefix("."): block for key, block in blocks._modules.items() if block is not None}
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def _name_blocks(module: nn.Module, path: str) -> dict[str, nn.Module] | None:
+    """Return the blocks of a list by their names; None for a module that is no list."""
+    children = {key: block for key, block in module._modules.items() if block is not None}  # entries may be None
+    if not _is_list(module):
+        children = {key: block for key, block in children.items() if re.fullmatch(r"[a-z_]+\d+", key)}
+        if len(children) < 2:
+            return None
+    return {f"{path}.{key}".removeprefix("."): block for key, block in children.items()}
 
 
 def _is_made_of_layers(block: nn.Module) -> bool:
@@ -248,9 +260,11 @@ def _explain(model: nn.Module, lists: BlockLists, reasons: Mapping[str, str], ha
     else:
         wanted = "of one class and size"
         advice = " With batch= the blocks of all lists are tried: reversible_(model, batch=batch)."
-    nearest = sorted(lists, key=lambda path: -len(lists[path]))
-    words = [f"{path or 'the network itself'} ({_describe(lists[path], reasons)})" for path in nearest]
-    found = f"Lists in it: {join_names(words, most=5)}." if words else "It has no ModuleList or Sequential of such blocks."
+    nearest: dict[str, str] = {}  # the longest list of every kind
+    for path in sorted(lists, key=lambda path: -len(lists[path])):
+        nearest.setdefault(_number_out(path), path)
+    words = [f"{path or 'the network itself'} ({_describe(lists[path], reasons)})" for path in nearest.values()]
+    found = f"Lists in it: {join_names(words, most=4)}." if words else "It has no ModuleList or Sequential of such blocks."
     return (
         f"{type(model).__name__} has no list of two or more blocks, one after the other, {wanted}. {found}{advice} {_USE_PLAN}"
     )
@@ -260,5 +274,5 @@ def _describe(blocks: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> st
     """Return which blocks a list has, and why the first of them that cannot be a step cannot."""
     counts = Counter(type(block).__name__ for block in blocks.values())
     kinds = " and ".join(f"{count} {kind}" for kind, count in counts.items())
-    first = next((f": {name} {reasons[name]}" for name in blocks if name in reasons), "")
-    return f"{kinds}{first}"
+    first = next((f"{name} {reasons[name]}" for name in blocks if name in reasons), "no two of them fit each other")
+    return f"{kinds}: {first}"

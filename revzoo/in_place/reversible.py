@@ -134,7 +134,7 @@ def reversible_(
         ConversionError: a block that cannot be a step, with the reason. The network is then as it was.
     Cost: two states for each chain, kept_bits for each element and step, and one extra forward of each block.
     """
-    lists = find_lists(model, paths)
+    lists = find_lists(model, paths, has_batch=batch is not None)
     _require_numbers(coupling, kept_bits, fraction_bits)
     if split is not None:
         _require_split(split, batch)
