@@ -84,7 +84,11 @@ def choose_chains(model: nn.Module, lists: BlockLists, surveys: Mapping[str, Blo
         ConversionError: no two such blocks, with the reasons; or a block is in two lists, or part of another one.
     """
     reasons = {name: reason for path in lists for name, reason in _find_reasons(lists[path], surveys, is_named).items()}
-    runs = {path: _find_runs(blocks, reasons, surveys, is_named) for path, blocks in lists.items()}
+    runs = {path: _find_runs(blocks, reasons, surveys) for path, blocks in lists.items()}
+    if is_named and surveys is None:  # the user says that blocks of several classes follow one another, but not as a stage does
+        for path, blocks in lists.items():
+            if [list(blocks)[1:]] != runs[path]:
+                runs[path] = _find_runs(blocks, reasons, surveys, any_class=True)
     if is_named:
         if missed := [path for path in lists if not runs[path]]:
             raise ConversionError(
@@ -148,7 +152,9 @@ def _name_blocks(module: nn.Module, path: str) -> dict[str, nn.Module] | None:
     """Return the blocks of a list by their names; None for a module that is no list."""
     children = {key: block for key, block in module._modules.items() if block is not None}  # entries may be None
     if not _is_list(module):
-        children = {key: block for key, block in children.items() if re.fullmatch(r"[a-z_]+\d+", key)}
+        children = {
+            key: block for key, block in children.items() if re.fullmatch(r"[a-z_]+\d+", key) and _is_made_of_layers(block)
+        }
         if len(children) < 2:
             return None
     return {f"{path}.{key}".removeprefix("."): block for key, block in children.items()}
@@ -186,7 +192,10 @@ def _find_reasons(blocks: Mapping[str, nn.Module], surveys: Mapping[str, BlockSu
 
 
 def _find_runs(
-    blocks: Mapping[str, nn.Module], reasons: Mapping[str, str], surveys: Mapping[str, BlockSurvey] | None, is_named: bool
+    blocks: Mapping[str, nn.Module],
+    reasons: Mapping[str, str],
+    surveys: Mapping[str, BlockSurvey] | None,
+    any_class: bool = False,
 ) -> list[list[str]]:
     """Return the names of blocks that can be steps of one chain: every run of two or more."""
     runs: list[list[str]] = [[]]
@@ -199,7 +208,7 @@ def _find_runs(
             states = {surveys[each].state for each in (*run, name)} - {None}
             may_follow = len(states) < 2
         else:
-            may_follow = not run or _may_follow(blocks[run[-1]], block, len(run) == 1, is_named)
+            may_follow = not run or _may_follow(blocks[run[-1]], block, len(run) == 1, any_class)
         if may_follow:
             run.append(name)
         else:
@@ -210,12 +219,12 @@ def _find_runs(
 def _may_follow(before: nn.Module, block: nn.Module, is_first: bool, any_class: bool) -> bool:
     """Return whether the weights of two blocks let one follow the other in a chain.
 
-    Blocks of several classes are taken in a list that was named. The first block of a stage may have a projection on its
-    shortcut: a child with weights that the next one does not have, besides all that it has.
+    The first block of a stage may have a projection on its shortcut: a child with weights that the next one does not have,
+    besides all that it has.
     """
     shapes = {name: p.shape for name, p in before.named_parameters()}
     common = [(shapes[name], p.shape) for name, p in block.named_parameters() if name in shapes]
-    if any(a != b for a, b in common) or not (type(block) is type(before) or (any_class and common)):
+    if any(a != b for a, b in common) or not (any_class or type(block) is type(before)):
         return False
     children, following = ({name.partition(".")[0] for name, _ in b.named_parameters()} for b in (before, block))
     return not (is_first and following < children)

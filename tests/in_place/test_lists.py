@@ -97,6 +97,12 @@ def test_the_first_block_of_a_stage_stays_ordinary_and_the_rest_of_all_stages_ar
     assert all("forward" not in m.__dict__ for m in model.modules())
 
 
+@pytest.mark.parametrize("batch", [None, X])
+def test_a_stage_may_be_named(batch):
+    (chain,) = revzoo.reversible_(of_another_class(), "stages.1.blocks", batch=batch).chains
+    assert chain.blocks == [f"stages.1.blocks.{i}" for i in (1, 2, 3)]
+
+
 def test_without_a_batch_a_block_that_turns_out_to_change_its_state_says_so():
     model = Stages([Wide(6, pool=True), Wide(6), Wide(6)])
     revzoo.reversible_(model)
@@ -176,6 +182,8 @@ def test_entries_may_be_none_and_blocks_of_several_classes_need_a_batch():
         ConversionError, match=r"blocks \(1 Tanh and 1 Sequential and 1 Wide.*With batch= the blocks of all lists"
     ):
         revzoo.reversible_(model)
+    assert revzoo.reversible_(model, "blocks").steps == 3  # the user says that they are a list
+    revzoo.ordinary_(model)
     report = revzoo.reversible_(model, batch=X)
     assert report.blocks == ("Tanh or Sequential or Wide",)
     stored, inverted = (train_step(model, {"x": X}, schedule)[0] for schedule in ("store", "invert"))
