@@ -34,8 +34,11 @@ class Choice(NamedTuple):
     left: tuple[str, ...]
 
 
-def find_lists(model: nn.Module, paths: Sequence[str]) -> BlockLists:
+def find_lists(model: nn.Module, paths: Sequence[str], has_batch: bool) -> BlockLists:
     """Return the lists of blocks of these paths, or all lists that have blocks made of layers.
+
+    A list is a ModuleList or Sequential, or any module with numbered children (b1, b2, ...). Of the latter, only a batch or the
+    user can say that they are called one after the other.
 
     Raises:
         UnknownNameError: the network has no list of this path.
@@ -43,19 +46,19 @@ def find_lists(model: nn.Module, paths: Sequence[str]) -> BlockLists:
     """
     require_module(model)
     _require_ordinary(model)
-    known = {
-        path: _name_blocks(module, path)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
+    known = {path: blocks for path, module in model.named_modules() if (blocks := _name_blocks(module, path)) is not None}
+    lists = {
+        path: blocks
+        for path, blocks in known.items()
+        if any(map(_is_made_of_layers, blocks.values())) and (has_batch or _is_list(model.get_submodule(path)))
     }
-    lists = {path: blocks for path, blocks in known.items() if any(map(_is_made_of_layers, blocks.values()))}
     for path in paths:
         if path not in known:
             modules = dict(model.named_modules())
             if path not in modules:
                 raise UnknownNameError("list of blocks", path, lists)
             raise InputError(
-                f"A list of blocks is a ModuleList or Sequential of two or more. Received: {path!r}, a "
+                f"A list of blocks is a ModuleList or Sequential, or has numbered children. Received: {path!r}, a "
                 f"{type(modules[path]).__name__}. Lists in this network: {join_names(list(lists))}."
             )
     lists = {path: known[path] for path in paths} if paths else lists
@@ -81,7 +84,11 @@ def choose_chains(model: nn.Module, lists: BlockLists, surveys: Mapping[str, Blo
         ConversionError: no two such blocks, with the reasons; or a block is in two lists, or part of another one.
     """
     reasons = {name: reason for path in lists for name, reason in _find_reasons(lists[path], surveys, is_named).items()}
-    runs = {path: _find_runs(blocks, reasons, surveys, is_named) for path, blocks in lists.items()}
+    runs = {path: _find_runs(blocks, reasons, surveys) for path, blocks in lists.items()}
+    if is_named and surveys is None:  # the user says that blocks of several classes follow one another, but not as a stage does
+        for path, blocks in lists.items():
+            if [list(blocks)[1:]] != runs[path]:
+                runs[path] = _find_runs(blocks, reasons, surveys, any_class=True)
     if is_named:
         if missed := [path for path in lists if not runs[path]]:
             raise ConversionError(
@@ -137,9 +144,20 @@ def _require_distinct(chains: BlockLists) -> None:
             raise ConversionError(f"{inside} is a part of {name}. Make one of the two lists reversible.")
 
 
-def _name_blocks(blocks: nn.ModuleList | nn.Sequential, path: str) -> dict[str, nn.Module]:
-    """Return the blocks of a list by their names; entries may be None."""
-    return {f"{path}.{key}".removeprefix("."): block for key, block in blocks._modules.items() if block is not None}
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def _name_blocks(module: nn.Module, path: str) -> dict[str, nn.Module] | None:
+    """Return the blocks of a list by their names; None for a module that is no list."""
+    children = {key: block for key, block in module._modules.items() if block is not None}  # entries may be None
+    if not _is_list(module):
+        children = {
+            key: block for key, block in children.items() if re.fullmatch(r"[a-z_]+\d+", key) and _is_made_of_layers(block)
+        }
+        if len(children) < 2:
+            return None
+    return {f"{path}.{key}".removeprefix("."): block for key, block in children.items()}
 
 
 def _is_made_of_layers(block: nn.Module) -> bool:
@@ -174,7 +192,10 @@ def _find_reasons(blocks: Mapping[str, nn.Module], surveys: Mapping[str, BlockSu
 
 
 def _find_runs(
-    blocks: Mapping[str, nn.Module], reasons: Mapping[str, str], surveys: Mapping[str, BlockSurvey] | None, is_named: bool
+    blocks: Mapping[str, nn.Module],
+    reasons: Mapping[str, str],
+    surveys: Mapping[str, BlockSurvey] | None,
+    any_class: bool = False,
 ) -> list[list[str]]:
     """Return the names of blocks that can be steps of one chain: every run of two or more."""
     runs: list[list[str]] = [[]]
@@ -187,7 +208,7 @@ def _find_runs(
             states = {surveys[each].state for each in (*run, name)} - {None}
             may_follow = len(states) < 2
         else:
-            may_follow = not run or _may_follow(blocks[run[-1]], block, len(run) == 1, is_named)
+            may_follow = not run or _may_follow(blocks[run[-1]], block, len(run) == 1, any_class)
         if may_follow:
             run.append(name)
         else:
@@ -198,12 +219,12 @@ def _find_runs(
 def _may_follow(before: nn.Module, block: nn.Module, is_first: bool, any_class: bool) -> bool:
     """Return whether the weights of two blocks let one follow the other in a chain.
 
-    Blocks of several classes are taken in a list that was named. The first block of a stage may have a projection on its
-    shortcut: a child with weights that the next one does not have, besides all that it has.
+    The first block of a stage may have a projection on its shortcut: a child with weights that the next one does not have,
+    besides all that it has.
     """
     shapes = {name: p.shape for name, p in before.named_parameters()}
     common = [(shapes[name], p.shape) for name, p in block.named_parameters() if name in shapes]
-    if any(a != b for a, b in common) or not (type(block) is type(before) or (any_class and common)):
+    if any(a != b for a, b in common) or not (any_class or type(block) is type(before)):
         return False
     children, following = ({name.partition(".")[0] for name, _ in b.named_parameters()} for b in (before, block))
     return not (is_first and following < children)
@@ -248,9 +269,11 @@ def _explain(model: nn.Module, lists: BlockLists, reasons: Mapping[str, str], ha
     else:
         wanted = "of one class and size"
         advice = " With batch= the blocks of all lists are tried: reversible_(model, batch=batch)."
-    nearest = sorted(lists, key=lambda path: -len(lists[path]))
-    words = [f"{path or 'the network itself'} ({_describe(lists[path], reasons)})" for path in nearest]
-    found = f"Lists in it: {join_names(words, most=5)}." if words else "It has no ModuleList or Sequential of such blocks."
+    nearest: dict[str, str] = {}  # the longest list of every kind
+    for path in sorted(lists, key=lambda path: -len(lists[path])):
+        nearest.setdefault(_number_out(path), path)
+    words = [f"{path or 'the network itself'} ({_describe(lists[path], reasons)})" for path in nearest.values()]
+    found = f"Lists in it: {join_names(words, most=4)}." if words else "It has no ModuleList or Sequential of such blocks."
     return (
         f"{type(model).__name__} has no list of two or more blocks, one after the other, {wanted}. {found}{advice} {_USE_PLAN}"
     )
@@ -260,5 +283,5 @@ def _describe(blocks: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> st
     """Return which blocks a list has, and why the first of them that cannot be a step cannot."""
     counts = Counter(type(block).__name__ for block in blocks.values())
     kinds = " and ".join(f"{count} {kind}" for kind, count in counts.items())
-    first = next((f": {name} {reasons[name]}" for name in blocks if name in reasons), "")
-    return f"{kinds}{first}"
+    first = next((f"{name} {reasons[name]}" for name in blocks if name in reasons), "no two of them fit each other")
+    return f"{kinds}: {first}"

@@ -124,11 +124,13 @@ def reversible_(
 
     Args:
         model: an ordinary network, before it is compiled.
-        paths: of lists of blocks (ModuleList or Sequential) in it, such as "model.layers". None: the longest list of blocks of
-            one class and size; the report says which.
+        paths: of lists of blocks (ModuleList or Sequential) in it, such as "model.layers". None: the list with the most blocks
+            that can be steps, and those whose paths differ from it only in numbers, such as all "stages.*.blocks". In a list,
+            every run of two or more such blocks is a chain; the others stay ordinary, and the report says why.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments. With one, the network is
-            run on it before and after: the report says how much its outputs differ, a cosine below 0.99 is warned of, and each
-            chain has a grid that fits its states, in training mode as well.
+            run on it before and after: it shows which blocks can be steps, the report says how much its outputs differ (with a
+            warning if their cosine is below 0.99), and each chain has a grid that fits its states, also those of training.
+            Without one, blocks of one class and size are taken.
         coupling: "momentum", or "dual_residual", w[k+1] = f(w[k]) + 2^-kept_bits w[k-1].
         kept_bits: from 1 to 15: fewer keep less, and change the function more.
         fraction_bits: binary digits of the states after the point; states stay below 2^(24 - fraction_bits). None: 16, or
@@ -141,10 +143,10 @@ def reversible_(
     Raises:
         UnknownNameError: no list of blocks of this path, or no such coupling.
         InputError: a network that is compiled, planned, checkpointed or reversible already; a path or number that is none.
-        ConversionError: a block that cannot be a step, with the reason. The network is then as it was.
+        ConversionError: no two blocks of a list can be steps, with the reasons. The network is then as it was.
     Cost: two states for each chain, kept_bits for each element and step, and one extra forward of each block.
     """
-    lists = find_lists(model, paths)
+    lists = find_lists(model, paths, has_batch=batch is not None)
     _require_numbers(coupling, kept_bits, fraction_bits)
     if split is not None:
         _require_split(split, batch)

@@ -24,6 +24,7 @@ FRACTION_BITS = (4, 40)  # the fewest and the most
 _ROOM = 4  # binary digits that states may grow by in training
 Grid = tuple[torch.dtype | None, int]  # of the states of a chain: their dtype, and binary digits after the point
 _LEAST_FACTOR = 0.1  # of its input in what a residual block returns; norms make it smaller than 1
+_NOTHING = torch.empty(0)  # in place of a result that is no tensor
 _RESOLUTION = 13  # binary digits of the smallest row of a state
 
 
@@ -83,8 +84,9 @@ class BlockSurvey:
             self.reason = f"is given {kind} first, where the state has to be"
             return
         self.state = self.state or (x.shape, x.dtype)
-        fitting = [i for i, t in enumerate(list_results(value)) if _is_like(t, x)]
-        residual = [i for i in fitting if _count_input(state, list_results(value)[i]) is None]
+        results = list_results(value)
+        fitting = [i for i, t in enumerate(results) if _is_like(t, x)]
+        residual = [i for i in fitting if _count_input(state, results[i]) is None]
         if not fitting:
             out = get_state(value)
             self.reason = (
@@ -99,11 +101,11 @@ class BlockSurvey:
             )
         elif not residual:
             self.reason = (
-                f"is no residual map: it returns {_count_input(state, get_state(value, fitting[0])):.2f} times its input, and "
+                f"is no residual map: it returns {_count_input(state, results[fitting[0]]):.2f} times its input, and "
                 "a rest unrelated to it, and the next block would not understand a sum with the state before"
             )
         else:
-            self.place = residual[0]
+            self.place = max(residual, key=lambda i: float(torch.cosine_similarity(results[i].flatten(), state.flatten(), 0)))
             self.sizes.add(state)
             self.sizes.add(get_state(value, self.place))
 
@@ -160,29 +162,37 @@ def survey_blocks(
     """Return what the blocks of lists do on a batch, by name, and the main output of the network."""
     blocks = {name: block for members in lists.values() for name, block in members.items()}
     surveys = {name: BlockSurvey() for name in blocks}
-    returned: dict[str, tuple[ReferenceType[Tensor], int]] = {}  # the latest state, and how often it had been written into
+    returned: dict[str, list[tuple[ReferenceType[Any], int]]] = {}  # the latest results, and how often each was written into
 
-    def note_writes() -> None:
-        for name, (reference, version) in returned.items():
-            if (state := reference()) is not None and state._version != version:
-                surveys[name].reason = (
-                    "returns a state that something writes into afterwards, and backward begins with it: replace the in-place "
-                    "operation behind it (x += y, ReLU(inplace=True)) by one that returns a new tensor"
-                )
+    def look_back(x: Any = None) -> None:
+        """See what has become of results by now, when x is given to a block."""
+        for name, results in returned.items():
+            survey = surveys[name]
+            for place, (reference, version) in enumerate(results):
+                if (result := reference()) is None:
+                    continue
+                if result is x and survey.reason is None and survey.state == (x.shape, x.dtype):
+                    survey.place = place  # what is given to the next block is the state
+                if place == survey.place and result._version != version:
+                    survey.reason = (
+                        "returns a state that something writes into afterwards, and backward begins with it: replace the "
+                        "in-place operation behind it (x += y, ReLU(inplace=True)) by one that returns a new tensor"
+                    )
 
     def watch(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = look_for_state(blocks[name], args, kwargs)[0]
-        note_writes()
+        look_back(x)
         state = x.clone() if isinstance(x, Tensor) else x
         value = forward(*args, **kwargs)
-        note_writes()  # the writing block may hold the last reference
+        look_back()  # the block may hold the last reference to what it has written into
         surveys[name].add_call(x, state, value)
-        if isinstance(out := get_state(value, surveys[name].place), Tensor) and not out.is_inference():
-            returned[name] = (ref(out), out._version)
+        results = [t if isinstance(t, Tensor) and not t.is_inference() else _NOTHING for t in list_results(value)]
+        returned[name] = [(ref(t), t._version) for t in results]
         return value
 
     with watched_calls(blocks, watch):
         output = run_network(model, batch)
+    look_back()
     return surveys, output
 
 
@@ -195,7 +205,8 @@ def _survey_training(
 
     def watch(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = forward(*args, **kwargs)
-        for state in (look_for_state(blocks[name], args, kwargs)[0], get_state(value, surveys[name].place)):
+        states = look_for_state(blocks[name], args, kwargs)[0], get_state(value, surveys[name].place)
+        for state in filter(torch.is_tensor, states):
             sizes[name].add(state)
         return value
 
@@ -206,7 +217,7 @@ def _survey_training(
         with isolated(model, batch) as inputs, in_mode(model, training=True), torch.no_grad(), watched_calls(blocks, watch):
             call(model, inputs)
     except Exception as problem:  # of the network's own code: one that wants targets in training mode, for example
-        error, sizes = f"{type(problem).__name__}: {problem}", {}
+        error, sizes = f"{type(problem).__name__}: {problem}".splitlines()[0], {}
     return {path: reduce(or_, (sizes.get(n, StateSizes()) for n in members)) for path, members in chains.items()}, error
 
 
