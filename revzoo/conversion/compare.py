@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from revzoo.analysis.likeness import measure_cosines
 from revzoo.conversion.choice import B_ARGUMENTS
 from revzoo.conversion.report import Comparison
 from revzoo.errors import ConversionError, InputError
@@ -79,7 +80,7 @@ def compare(what: str, outputs: Any, model: Model, examples: ComparedBatch, note
         what=f"{what}, on random examples" if examples.are_random else what,
         examples=len(examples.inputs),
         largest_difference=float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)),
-        cosine=float(torch.cosine_similarity(ours, theirs, dim=1).mean()),
+        cosine=float(measure_cosines(ours, theirs).mean()),
         agreement=float((ours.argmax(1) == theirs.argmax(1)).double().mean()),
         note=note,
     )

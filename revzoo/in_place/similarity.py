@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import call, in_mode, preserve_random_streams
+from revzoo.analysis.likeness import measure_cosines
 from revzoo.errors import InputError
 from revzoo.runtime.nested import tensors_in
 
@@ -50,5 +51,5 @@ def measure_similarity(before: Tensor, after: Tensor, batch: Any) -> Similarity:
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     mask = torch.ones(before.shape[:-1]) if mask is None or mask.shape != before.shape[:-1] else mask
     counts = mask.to(before.device).bool()
-    cosines = torch.cosine_similarity(before[counts], after[counts], dim=-1)
+    cosines = measure_cosines(before[counts], after[counts])
     return Similarity(float(cosines.mean()), float(cosines.min()), len(before))

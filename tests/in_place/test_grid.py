@@ -117,6 +117,9 @@ def test_another_function_is_warned_of():
             Toy(*[Tanh(lambda m, x: m.layer(x).mul(9).tanh() + 0.5 * x) for _ in range(6)]), batch=X, kept_bits=1
         )
     assert seen[0].filename == __file__
+    nn.init.zeros_((toy := Toy()).head.weight)
+    nn.init.zeros_(toy.head.bias)
+    assert revzoo.reversible_(toy, batch=X).similarity.cosine == 1  # of zeros and zeros, without a warning
 
 
 def test_states_that_leave_the_grid_name_the_block_and_what_can_be_done():
