@@ -97,7 +97,7 @@ def choose_chains(model: nn.Module, lists: BlockLists, surveys: Mapping[str, Blo
             )
     elif not any(runs.values()):
         raise ConversionError(_explain(model, lists, reasons, surveys is not None))
-    chosen, left = (list(lists), ()) if is_named else _choose(lists, runs)
+    chosen, left = (list(lists), ()) if is_named else _choose(lists, runs, surveys)
     chains = {
         path: {name: lists[each][name] for name in run}
         for each in chosen
@@ -230,15 +230,18 @@ def _may_follow(before: nn.Module, block: nn.Module, is_first: bool, any_class: 
     return not (is_first and following < children)
 
 
-def _choose(lists: BlockLists, runs: Mapping[str, Sequence[Sequence[str]]]) -> tuple[list[str], tuple[str, ...]]:
+def _choose(
+    lists: BlockLists, runs: Mapping[str, Sequence[Sequence[str]]], surveys: Mapping[str, BlockSurvey] | None
+) -> tuple[list[str], tuple[str, ...]]:
     """Return the paths of the longest list and of those like it, and the paths of others; runs inside blocks do not count."""
-    found: dict[str, tuple[int, bool]] = {}
+    found: dict[str, tuple[int, int, bool]] = {}
     parts: set[nn.Module] = set()
     for path in lists:  # outer lists come first
         blocks = [lists[path][name] for run in runs[path] for name in run]
         if blocks and not parts.intersection(blocks):
             is_uniform = len({type(block) for block in blocks}) == 1
-            found[path] = (len(blocks), is_uniform)
+            clear = 0 if surveys is None else sum(surveys[name].is_clear for run in runs[path] for name in run)
+            found[path] = (clear, len(blocks), is_uniform)
             if is_uniform:
                 parts |= {part for block in blocks for part in block.modules()}
     longest = max(found, key=lambda path: found[path])

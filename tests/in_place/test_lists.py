@@ -162,15 +162,27 @@ def test_a_block_of_two_streams_may_return_its_state_in_another_place(batch, tok
 
 
 class CallsForward(Toy):
+    """It calls `forward` of its blocks itself, and they return dicts."""
+
+    def __init__(self):
+        super().__init__(*[Tanh(lambda m, x: {"mean": x.mean(), "state": x + m.layer(x).tanh()}) for _ in range(4)])
+
     def forward(self, x):
+        mean = 0.0
         for block in self.blocks:
-            x = block.forward(x)
-        return self.head(x)
+            out = block.forward(x)
+            x, mean = out["state"], mean + out["mean"]
+        return self.head(x) * mean
 
 
-def test_a_network_that_calls_forward_itself_is_seen():
+@pytest.mark.parametrize("batch", [None, X])
+def test_a_network_that_calls_forward_itself_and_blocks_that_return_dicts(batch):
     model = CallsForward()
-    assert revzoo.reversible_(model, batch=X).steps == 4
+    report = revzoo.reversible_(model, batch=batch)
+    assert (report.steps, report.restarts) == (4, ())
+    stored, inverted = (train_step(model, {"x": X}, schedule) for schedule in ("store", "invert"))
+    assert_equal(inverted[0], stored[0])
+    assert inverted[1] < stored[1]
 
 
 def test_entries_may_be_none_and_blocks_of_several_classes_need_a_batch():
