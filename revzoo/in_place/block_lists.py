@@ -63,7 +63,9 @@ def find_lists(model: nn.Module, paths: Sequence[str], has_batch: bool) -> Block
             )
     lists = {path: known[path] for path in paths} if paths else lists
     if again := [path for path, blocks in lists.items() if any(get_step(block) for block in blocks.values())]:
-        raise InputError(f"{again[0]!r} is reversible already. Call revzoo.ordinary_(model) first to change how.")
+        raise InputError(
+            f"{again[0]!r} is reversible already. Call revzoo.ordinary_(model) first to change how, or name other lists."
+        )
     return lists
 
 
@@ -272,8 +274,8 @@ def _explain(model: nn.Module, lists: BlockLists, reasons: Mapping[str, str], ha
     else:
         wanted = "of one class and size"
         advice = " With batch= the blocks of all lists are tried: reversible_(model, batch=batch)."
-    nearest: dict[str, str] = {}  # the longest list of every kind
-    for path in sorted(lists, key=lambda path: -len(lists[path])):
+    nearest: dict[str, str] = {}  # of every kind of list the one with the most blocks that could be steps
+    for path in sorted(lists, key=lambda path: (len(reasons.keys() & lists[path]) - len(lists[path]), -len(lists[path]))):
         nearest.setdefault(_number_out(path), path)
     words = [f"{path or 'the network itself'} ({_describe(lists[path], reasons)})" for path in nearest.values()]
     found = f"Lists in it: {join_names(words, most=4)}." if words else "It has no ModuleList or Sequential of such blocks."
@@ -286,5 +288,7 @@ def _describe(blocks: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> st
     """Return which blocks a list has, and why the first of them that cannot be a step cannot."""
     counts = Counter(type(block).__name__ for block in blocks.values())
     kinds = " and ".join(f"{count} {kind}" for kind, count in counts.items())
-    first = next((f"{name} {reasons[name]}" for name in blocks if name in reasons), "no two of them fit each other")
-    return f"{kinds}: {first}"
+    first = next((f"{name} {reasons[name]}" for name in blocks if name in reasons), "")
+    alone = [name for name in blocks if name not in reasons]
+    rest = f"no block fits beside {join_names(alone, most=2)}" if alone else ""
+    return f"{kinds}: {'; '.join(filter(None, (first, rest)))}"

@@ -50,5 +50,7 @@ def measure_similarity(before: Tensor, after: Tensor, batch: Any) -> Similarity:
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     mask = torch.ones(before.shape[:-1]) if mask is None or mask.shape != before.shape[:-1] else mask
     counts = mask.to(before.device).bool()
-    cosines = torch.cosine_similarity(before[counts], after[counts], dim=-1)
+    before_rows, after_rows = before[counts], after[counts]
+    cosines = torch.cosine_similarity(before_rows, after_rows, dim=-1)
+    cosines = cosines.where((before_rows != after_rows).any(-1), 1.0)  # a new head may return zeros
     return Similarity(float(cosines.mean()), float(cosines.min()), len(before))

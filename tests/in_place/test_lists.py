@@ -99,8 +99,12 @@ def test_the_first_block_of_a_stage_stays_ordinary_and_the_rest_of_all_stages_ar
 
 @pytest.mark.parametrize("batch", [None, X])
 def test_a_stage_may_be_named(batch):
-    (chain,) = revzoo.reversible_(of_another_class(), "stages.1.blocks", batch=batch).chains
-    assert chain.blocks == [f"stages.1.blocks.{i}" for i in (1, 2, 3)]
+    model = of_another_class()
+    for p in model.stages[2].parameters():
+        nn.init.zeros_(p)  # outputs are zeros before and after
+    report = revzoo.reversible_(model, "stages.1.blocks", batch=batch)
+    assert report.chains[0].blocks == [f"stages.1.blocks.{i}" for i in (1, 2, 3)]
+    assert batch is None or report.similarity.least_cosine == 1.0
 
 
 def test_without_a_batch_a_block_that_turns_out_to_change_its_state_says_so():
