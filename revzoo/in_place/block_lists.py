@@ -107,7 +107,9 @@ def choose_chains(model: nn.Module, lists: BlockLists, surveys: Mapping[str, Blo
     }
     _require_distinct(chains)
     inside = {name for run in chains.values() for name in run}
-    alone = "has no block beside it that fits it"
+    alone = (
+        "differs in class or weights from the blocks beside it" if surveys is None else "has no block beside it that fits it"
+    )
     ordinary = {name: reasons.get(name, alone) for path in chosen for name in lists[path] if name not in inside}
     return Choice(chains, ordinary, left)
 
@@ -179,8 +181,8 @@ def _find_reasons(blocks: Mapping[str, nn.Module], surveys: Mapping[str, BlockSu
         elif isinstance(block, nn.ModuleList | nn.ModuleDict):
             parts = join_names([type(part).__name__ for part in block.children()], most=4)
             reasons[name] = (
-                f"is a {type(block).__name__} ({parts}): the network's own code calls its parts one by one and adds what they "
-                "return, so there is no block that returns the next state"
+                f"is a {type(block).__name__} ({parts}): the network's own code calls its parts and adds what they return "
+                "outside of them, so no block returns the next state"
             )
         elif not is_named and not _is_made_of_layers(block):
             reasons[name] = "is not made of layers"
@@ -267,18 +269,17 @@ def _name_chains(path: str, names: list[str], runs: Sequence[Sequence[str]]) -> 
 def _explain(model: nn.Module, lists: BlockLists, reasons: Mapping[str, str], has_batch: bool) -> str:
     """Return why no list of a network has blocks for a chain."""
     if has_batch:
-        wanted = (
-            "that could be the steps of a chain: each returns a state like the one it is given, to which it has added something"
-        )
+        wanted = "that could be the steps of a chain: each returns its state with something added, in the same shape and dtype"
         advice = ""
     else:
         wanted = "of one class and size"
-        advice = " With batch= the blocks of all lists are tried: reversible_(model, batch=batch)."
-    nearest: dict[str, str] = {}  # of every kind of list the one with the most blocks that could be steps
-    for path in sorted(lists, key=lambda path: (len(reasons.keys() & lists[path]) - len(lists[path]), -len(lists[path]))):
-        nearest.setdefault(_number_out(path), path)
+        advice = " A batch may show more, since blocks of several classes are then tried, too: reversible_(model, batch=batch)."
+    nearest: dict[str, str] = {}  # the longest list of every kind
+    for path in sorted(lists, key=lambda path: -len(lists[path])):
+        if len(lists[path]) > 1 or reasons.keys() & lists[path]:
+            nearest.setdefault(_number_out(path), path)
     words = [f"{path or 'the network itself'} ({_describe(lists[path], reasons)})" for path in nearest.values()]
-    found = f"Lists in it: {join_names(words, most=4)}." if words else "It has no ModuleList or Sequential of such blocks."
+    found = f"Lists in it: {join_names(words, most=3)}." if words else "It has no ModuleList or Sequential of such blocks."
     return (
         f"{type(model).__name__} has no list of two or more blocks, one after the other, {wanted}. {found}{advice} {_USE_PLAN}"
     )
