@@ -1,5 +1,6 @@
 """What blocks of Transformers, timm and others are given, return, and are set to."""
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any, cast
@@ -58,6 +59,8 @@ def leave_out_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
 
 def list_results(value: Any) -> list[Any]:
     """Return what a block returns, one by one."""
+    if isinstance(value, dict):
+        return list(value.values())
     return list(value) if isinstance(value, tuple | list) else [value]
 
 
@@ -71,7 +74,7 @@ def find_place(value: Any, state: Tensor) -> int:
 
 
 def get_state(value: Any, place: int = 0) -> Any:
-    """Return the state among what a block returns: all of it, or that in this place of a tuple."""
+    """Return the state among what a block returns: all of it, or that in this place of a tuple or dict."""
     results = list_results(value)
     return results[place] if place < len(results) else None
 
@@ -83,6 +86,10 @@ def is_cache(x: Any) -> bool:
 
 def replace_state(value: Any, state: Tensor | None, place: int = 0) -> Any:
     """Return what a block returns with another state."""
+    if isinstance(value, dict):
+        others = copy.copy(value)  # of its own class
+        others[list(value)[place]] = state
+        return others
     if not isinstance(value, tuple | list):
         return state
     results = (*value[:place], state, *value[place + 1 :])

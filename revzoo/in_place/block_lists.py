@@ -63,7 +63,9 @@ def find_lists(model: nn.Module, paths: Sequence[str], has_batch: bool) -> Block
             )
     lists = {path: known[path] for path in paths} if paths else lists
     if again := [path for path, blocks in lists.items() if any(get_step(block) for block in blocks.values())]:
-        raise InputError(f"{again[0]!r} is reversible already. Call revzoo.ordinary_(model) first to change how.")
+        raise InputError(
+            f"{again[0]!r} is reversible already. Call revzoo.ordinary_(model) first to change how, or name other lists."
+        )
     return lists
 
 
@@ -97,7 +99,7 @@ def choose_chains(model: nn.Module, lists: BlockLists, surveys: Mapping[str, Blo
             )
     elif not any(runs.values()):
         raise ConversionError(_explain(model, lists, reasons, surveys is not None))
-    chosen, left = (list(lists), ()) if is_named else _choose(lists, runs)
+    chosen, left = (list(lists), ()) if is_named else _choose(lists, runs, surveys)
     chains = {
         path: {name: lists[each][name] for name in run}
         for each in chosen
@@ -105,7 +107,9 @@ def choose_chains(model: nn.Module, lists: BlockLists, surveys: Mapping[str, Blo
     }
     _require_distinct(chains)
     inside = {name for run in chains.values() for name in run}
-    alone = "has no block beside it that fits it"
+    alone = (
+        "differs in class or weights from the blocks beside it" if surveys is None else "has no block beside it that fits it"
+    )
     ordinary = {name: reasons.get(name, alone) for path in chosen for name in lists[path] if name not in inside}
     return Choice(chains, ordinary, left)
 
@@ -177,8 +181,8 @@ def _find_reasons(blocks: Mapping[str, nn.Module], surveys: Mapping[str, BlockSu
         elif isinstance(block, nn.ModuleList | nn.ModuleDict):
             parts = join_names([type(part).__name__ for part in block.children()], most=4)
             reasons[name] = (
-                f"is a {type(block).__name__} ({parts}): the network's own code calls its parts one by one and adds what they "
-                "return, so there is no block that returns the next state"
+                f"is a {type(block).__name__} ({parts}): the network's own code calls its parts and adds what they return "
+                "outside of them, so no block returns the next state"
             )
         elif not is_named and not _is_made_of_layers(block):
             reasons[name] = "is not made of layers"
@@ -230,15 +234,18 @@ def _may_follow(before: nn.Module, block: nn.Module, is_first: bool, any_class: 
     return not (is_first and following < children)
 
 
-def _choose(lists: BlockLists, runs: Mapping[str, Sequence[Sequence[str]]]) -> tuple[list[str], tuple[str, ...]]:
+def _choose(
+    lists: BlockLists, runs: Mapping[str, Sequence[Sequence[str]]], surveys: Mapping[str, BlockSurvey] | None
+) -> tuple[list[str], tuple[str, ...]]:
     """Return the paths of the longest list and of those like it, and the paths of others; runs inside blocks do not count."""
-    found: dict[str, tuple[int, bool]] = {}
+    found: dict[str, tuple[int, int, bool]] = {}
     parts: set[nn.Module] = set()
     for path in lists:  # outer lists come first
         blocks = [lists[path][name] for run in runs[path] for name in run]
         if blocks and not parts.intersection(blocks):
             is_uniform = len({type(block) for block in blocks}) == 1
-            found[path] = (len(blocks), is_uniform)
+            clear = 0 if surveys is None else sum(surveys[name].is_clear for run in runs[path] for name in run)
+            found[path] = (clear, len(blocks), is_uniform)
             if is_uniform:
                 parts |= {part for block in blocks for part in block.modules()}
     longest = max(found, key=lambda path: found[path])
@@ -262,18 +269,17 @@ def _name_chains(path: str, names: list[str], runs: Sequence[Sequence[str]]) -> 
 def _explain(model: nn.Module, lists: BlockLists, reasons: Mapping[str, str], has_batch: bool) -> str:
     """Return why no list of a network has blocks for a chain."""
     if has_batch:
-        wanted = (
-            "that could be the steps of a chain: each returns a state like the one it is given, to which it has added something"
-        )
+        wanted = "that could be the steps of a chain: each returns its state with something added, in the same shape and dtype"
         advice = ""
     else:
         wanted = "of one class and size"
-        advice = " With batch= the blocks of all lists are tried: reversible_(model, batch=batch)."
+        advice = " A batch may show more, since blocks of several classes are then tried, too: reversible_(model, batch=batch)."
     nearest: dict[str, str] = {}  # the longest list of every kind
     for path in sorted(lists, key=lambda path: -len(lists[path])):
-        nearest.setdefault(_number_out(path), path)
+        if len(lists[path]) > 1 or reasons.keys() & lists[path]:
+            nearest.setdefault(_number_out(path), path)
     words = [f"{path or 'the network itself'} ({_describe(lists[path], reasons)})" for path in nearest.values()]
-    found = f"Lists in it: {join_names(words, most=4)}." if words else "It has no ModuleList or Sequential of such blocks."
+    found = f"Lists in it: {join_names(words, most=3)}." if words else "It has no ModuleList or Sequential of such blocks."
     return (
         f"{type(model).__name__} has no list of two or more blocks, one after the other, {wanted}. {found}{advice} {_USE_PLAN}"
     )
@@ -283,5 +289,7 @@ def _describe(blocks: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> st
     """Return which blocks a list has, and why the first of them that cannot be a step cannot."""
     counts = Counter(type(block).__name__ for block in blocks.values())
     kinds = " and ".join(f"{count} {kind}" for kind, count in counts.items())
-    first = next((f"{name} {reasons[name]}" for name in blocks if name in reasons), "no two of them fit each other")
-    return f"{kinds}: {first}"
+    first = next((f"{name} {reasons[name]}" for name in blocks if name in reasons), "")
+    alone = [name for name in blocks if name not in reasons]
+    rest = f"no block fits beside {join_names(alone, most=2)}" if alone else ""
+    return f"{kinds}: {'; '.join(filter(None, (first, rest)))}"

@@ -59,6 +59,7 @@ class BlockSurvey:
         reason: why it cannot be a step, in words that follow its name; None if it can.
         state: shape and dtype of its state.
         place: of the new state among several results.
+        is_clear: whether the state is seen in what the block returns; without enough elements it may be there all the same.
         sizes: of its states.
     """
 
@@ -66,6 +67,7 @@ class BlockSurvey:
     reason: str | None = None
     state: tuple[torch.Size, torch.dtype] | None = None
     place: int = 0
+    is_clear: bool = False
     sizes: StateSizes = field(default_factory=StateSizes)
 
     def add_call(self, x: Any, state: Any, value: Any) -> None:
@@ -86,7 +88,10 @@ class BlockSurvey:
         self.state = self.state or (x.shape, x.dtype)
         results = list_results(value)
         fitting = [i for i, t in enumerate(results) if _is_like(t, x)]
-        residual = [i for i in fitting if _count_input(state, results[i]) is None]
+        fitting = [i for i in fitting if results[i] is not x] or fitting  # x itself may be handed on
+        counts = {i: _count_input(state, results[i]) for i in fitting}
+        # Nothing of the state is in it, and not for want of elements to see it in.
+        unrelated = [i for i, (factor, noise) in counts.items() if factor < _LEAST_FACTOR and factor + 3 * noise < 0.5]
         if not fitting:
             out = get_state(value)
             self.reason = (
@@ -99,13 +104,15 @@ class BlockSurvey:
                 "writes into what it is given, and a step must leave its state as it is: replace the in-place operation at its "
                 "beginning (x += y, ReLU(inplace=True)) by one that returns a new tensor"
             )
-        elif not residual:
+        elif len(unrelated) == len(fitting):
             self.reason = (
-                f"is no residual map: it returns {_count_input(state, results[fitting[0]]):.2f} times its input, and "
+                f"is no residual map: it returns {counts[fitting[0]][0]:.2f} times its input, and "
                 "a rest unrelated to it, and the next block would not understand a sum with the state before"
             )
         else:
-            self.place = max(residual, key=lambda i: float(torch.cosine_similarity(results[i].flatten(), state.flatten(), 0)))
+            self.place = max(fitting, key=lambda i: counts[i][0] / (counts[i][1] or 1.0))
+            factor, noise = counts[self.place]
+            self.is_clear = factor > 3 * noise
             self.sizes.add(state)
             self.sizes.add(get_state(value, self.place))
 
@@ -251,13 +258,9 @@ def _is_like(t: Any, x: Tensor) -> bool:
     return isinstance(t, Tensor) and t.shape == x.shape and t.dtype == x.dtype
 
 
-def _count_input(state: Tensor, out: Tensor) -> float | None:
-    """Return how often a state is in what a block returned, if that is too little; None for a residual map.
-
-    None as well where the state has too few elements to tell.
-    """
+def _count_input(state: Tensor, out: Tensor) -> tuple[float, float]:
+    """Return how often a state is in what a block returned, and the deviation of that if it is not in it at all."""
     x, y = state.double().flatten(), out.double().flatten()
     size = float(x.norm()) or 1.0
     factor = float(x @ y) / size**2  # by least squares; 1 in x + g(x) where g(x) has nothing to do with x
-    noise = float(y.norm()) / size / len(x) ** 0.5  # the factor's standard deviation if y had nothing to do with x
-    return factor if factor < _LEAST_FACTOR and factor + 3 * noise < 0.5 else None
+    return factor, float(y.norm()) / size / len(x) ** 0.5

@@ -83,7 +83,7 @@ def test_the_first_block_of_a_stage_stays_ordinary_and_the_rest_of_all_stages_ar
     assert {chain.path: chain.blocks for chain in report.chains} == expected
     assert {path: chain.blocks for path, chain in find_block_chains(model).items()} == expected
     first = "stages.1.blocks.0" if "stages.0.blocks" in spans else "2"
-    reason = "has no block beside it that fits it" if batch is None else r"changes its state from \(4, 6\)"
+    reason = "differs in class or weights" if batch is None else r"changes its state from \(4, 6\)"
     assert re.match(f"{first} {reason}", report.ordinary[0])
     stored, inverted = (
         train_step(model, {"input" if make is in_one_list else "x": X}, each)[0] for each in ("store", "invert")
@@ -99,8 +99,12 @@ def test_the_first_block_of_a_stage_stays_ordinary_and_the_rest_of_all_stages_ar
 
 @pytest.mark.parametrize("batch", [None, X])
 def test_a_stage_may_be_named(batch):
-    (chain,) = revzoo.reversible_(of_another_class(), "stages.1.blocks", batch=batch).chains
-    assert chain.blocks == [f"stages.1.blocks.{i}" for i in (1, 2, 3)]
+    model = of_another_class()
+    for p in model.stages[2].parameters():
+        nn.init.zeros_(p)  # outputs are zeros before and after
+    report = revzoo.reversible_(model, "stages.1.blocks", batch=batch)
+    assert report.chains[0].blocks == [f"stages.1.blocks.{i}" for i in (1, 2, 3)]
+    assert batch is None or report.similarity.least_cosine == 1.0
 
 
 def test_without_a_batch_a_block_that_turns_out_to_change_its_state_says_so():
@@ -115,7 +119,7 @@ def test_without_a_batch_a_block_that_turns_out_to_change_its_state_says_so():
 def test_numbered_children_are_a_list_with_a_batch():
     model = timm.create_model("regnetx_002", num_classes=5)
     images = torch.linspace(-1, 1, 2 * 3 * 32 * 32).view(2, 3, 32, 32).sin()
-    with pytest.raises(ConversionError, match="RegNet has no list .*With batch="):
+    with pytest.raises(ConversionError, match="RegNet has no list .*A batch may show more"):
         revzoo.reversible_(model)
     report = revzoo.reversible_(model, batch=images)
     assert {chain.path: (chain.blocks[0], len(chain.blocks)) for chain in report.chains} == {
@@ -162,15 +166,27 @@ def test_a_block_of_two_streams_may_return_its_state_in_another_place(batch, tok
 
 
 class CallsForward(Toy):
+    """It calls `forward` of its blocks itself, and they return dicts."""
+
+    def __init__(self):
+        super().__init__(*[Tanh(lambda m, x: {"mean": x.mean(), "state": x + m.layer(x).tanh()}) for _ in range(4)])
+
     def forward(self, x):
+        mean = 0.0
         for block in self.blocks:
-            x = block.forward(x)
-        return self.head(x)
+            out = block.forward(x)
+            x, mean = out["state"], mean + out["mean"]
+        return self.head(x) * mean
 
 
-def test_a_network_that_calls_forward_itself_is_seen():
+@pytest.mark.parametrize("batch", [None, X])
+def test_a_network_that_calls_forward_itself_and_blocks_that_return_dicts(batch):
     model = CallsForward()
-    assert revzoo.reversible_(model, batch=X).steps == 4
+    report = revzoo.reversible_(model, batch=batch)
+    assert (report.steps, report.restarts) == (4, ())
+    stored, inverted = (train_step(model, {"x": X}, schedule) for schedule in ("store", "invert"))
+    assert_equal(inverted[0], stored[0])
+    assert inverted[1] < stored[1]
 
 
 def test_entries_may_be_none_and_blocks_of_several_classes_need_a_batch():
@@ -178,9 +194,7 @@ def test_entries_may_be_none_and_blocks_of_several_classes_need_a_batch():
     model.blocks[1].register_forward_hook(lambda m, args, y: y)
     model.blocks[1].forward = lambda x: x + model.blocks[1][0](x)
     model.skips = nn.ModuleList([None, None])
-    with pytest.raises(
-        ConversionError, match=r"blocks \(1 Tanh and 1 Sequential and 1 Wide.*With batch= the blocks of all lists"
-    ):
+    with pytest.raises(ConversionError, match=r"blocks \(1 Tanh and 1 Sequential and 1 Wide.*A batch may show more"):
         revzoo.reversible_(model)
     assert revzoo.reversible_(model, "blocks").steps == 3  # the user says that they are a list
     revzoo.ordinary_(model)

@@ -26,13 +26,13 @@ BAD = {
     "widen": (widen, r"changes its state from \(4, 6\), .* to \(4, 12\)"),
     "write_into": (write_into, "writes into what it is given"),
     "to_double": (lambda m, x: m.layer(x).double(), "changes its state from .* to .*torch.float64"),
-    "dictionary": (lambda m, x: {"x": x}, "returns dict, not a new state"),
+    "dictionary": (lambda m, x: {"x": [x]}, "returns dict, not a new state"),
     "unrelated": (lambda m, x: -x, "is no residual map: it returns -1.00 times its input"),
 }
 
 
 def narrow(m, x):
-    return (x["x"] if isinstance(x, dict) else x)[:, :6].float().clone()
+    return (x["x"][0] if isinstance(x, dict) else x)[:, :6].float().clone()
 
 
 @pytest.mark.parametrize("name", BAD)
