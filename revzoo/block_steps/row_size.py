@@ -39,7 +39,7 @@ def warn_of_lost_rows(state: Tensor, scale: float, name: str) -> bool:
     if not has_value(state) or is_capturing() or state.numel() == 0:
         return False
     smallest = measure_smallest_row(cast(Any, state).to_local() if is_sharded(state) else state)
-    if smallest * scale < 2.0**LEAST_DIGITS:
+    if 0 < smallest * scale < 2.0**LEAST_DIGITS:  # 0 where nothing was computed
         warnings.warn(
             f"{name} begins a chain, and a token or pixel that it is given has size {smallest:.2g}, of which a grid of "
             f"{1 / scale:.2g} leaves {'nothing' if smallest * scale < 0.5 else 'little'}: the network computes another "
