@@ -22,6 +22,11 @@ def has_value(x: Tensor) -> bool:
     return x.device.type != "meta" and not isinstance(getattr(x, "_local_tensor", x), FakeTensor)
 
 
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes in float64."""
+    return device.type != "mps"
+
+
 def has_streams(device: torch.device) -> bool:
     """Return whether a device computes on streams, which wait for one another by events."""
     return device.type not in ("cpu", "meta", "mps")

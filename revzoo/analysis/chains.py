@@ -27,7 +27,8 @@ def find_chains(model: nn.Module) -> dict[str, Chain]:
         if isinstance(module, Network | ReversibleChain | LayerChain):
             chains[name] = module
         elif (step := get_step(module)) is not None:
-            chains.setdefault(name.rpartition(".")[0], step.chain)
+            span = step.chain.path.removeprefix(step.chain.list_path)  # the list may have moved in the network since
+            chains.setdefault(name.rpartition(".")[0] + span, step.chain)
     return {f"{name}." if name else "": chain for name, chain in chains.items()}
 
 

@@ -8,8 +8,8 @@ has returned. So the loop may pass other arguments to every block, take what els
 out blocks, or stop early. A block that is given any other tensor is the first step of a new chain, with w[k-1] = w[k]:
 w[k+1] = (a + b) w[k] + c f(w[k]).
 
-States are on a grid, in float32 or float64. A block is given its state in the dtype of the tensor that it was called with, and
-what it returns has the dtype that the block by itself returns.
+States are on a grid, in float32, or in float64 where a network has that or 24 digits cannot hold them. A block is given its
+state in the dtype of the tensor that it was called with, and what it returns has the dtype that the block by itself returns.
 
 Hooks of a block are outside of its step: they run once, and see states.
 """
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from revzoo.block_steps.chain_position import Position, find_position, is_noted, note_position
 from revzoo.block_steps.conventions import (
+    find_place,
     find_state,
     get_state,
     is_cache,
@@ -32,6 +33,7 @@ from revzoo.block_steps.conventions import (
     put_state,
     replace_state,
 )
+from revzoo.block_steps.row_size import COARSER, warn_of_lost_rows
 from revzoo.dtype import HALF
 from revzoo.errors import InputError
 from revzoo.runtime.chain_link import run_link
@@ -55,12 +57,14 @@ class BlockChain:
     """What the steps of one list of blocks share.
 
     Args:
-        path: of the list in the network.
+        path: of the list in the network; with a slice, as in "blocks[2:5]", if the list has several chains.
         owner: the module that has the list.
         blocks: names of the blocks in the network: all of the list, or those of it that follow one another and fit.
         coupling: of every step; it keeps bits.
         branches: the names of the two residual branches, if each is a step of its own.
         keep: names the submodules whose outputs are kept.
+        states: dtype of the states; None is float64 for those of a network in float64, and float32 for all others.
+        is_surveyed: whether the grid was chosen for states of a batch; otherwise the first ones are looked at.
     """
 
     def __init__(
@@ -71,6 +75,8 @@ class BlockChain:
         coupling: Coupling,
         branches: tuple[str, ...] = (),
         keep: Sequence[Pattern] = (),
+        states: torch.dtype | None = None,
+        is_surveyed: bool = False,
     ):
         self.path = path
         self.branches = branches
@@ -80,6 +86,8 @@ class BlockChain:
         self.schedule = "invert"
         self._schedule_before_plan: list[Mode] | None = None
         self.keep = keep
+        self.states = states
+        self.is_surveyed = is_surveyed
         self.members: list[BlockStep] = []
         self.end = nn.Identity()  # for observers, it stands for what the network computes after the last step
 
@@ -87,6 +95,11 @@ class BlockChain:
     def owner(self) -> nn.Module | None:
         """The module that has the list; None if only its blocks are left."""
         return self._owner()
+
+    @property
+    def list_path(self) -> str:
+        """The path of the list."""
+        return self.blocks[0].rpartition(".")[0]
 
     @property
     def names(self) -> list[str]:
@@ -97,7 +110,12 @@ class BlockChain:
 
     @property
     def state_bytes(self) -> int:
-        """Of an element of a state: those of float64 in a network of that dtype, otherwise of float32."""
+        """Of an element of a state."""
+        return self.input_bytes if self.states is None else self.states.itemsize
+
+    @property
+    def input_bytes(self) -> int:
+        """Of an element of what blocks are given: those of float64 in a network of that dtype, otherwise of float32."""
         blocks = (block for member in self.members if (block := member._block()) is not None)
         return 8 if any(p.dtype is torch.float64 for block in blocks for p in block.parameters()) else 4
 
@@ -127,7 +145,7 @@ class BlockChain:
     def layout(self) -> list[LayoutEntry]:
         """Return the steps in order, by their names within the list."""
         steps = sorted(self.members, key=attrgetter("index"))
-        names = (name.removeprefix(f"{self.path}.") for name in self.names)
+        names = (name.removeprefix(f"{self.list_path}.") for name in self.names)
         return [LayoutEntry(name, step, "step") for name, step in zip(names, steps, strict=True)]
 
 
@@ -138,11 +156,13 @@ class BlockOutput:
     Args:
         value: the whole result.
         dtype: of the state in it.
+        place: of the state in it, if it is a tuple.
         extras: what submodules have returned besides the state, by path.
     """
 
     value: Any = None
     dtype: torch.dtype | None = None
+    place: int = 0
     extras: dict[str, Any] = field(default_factory=dict)
 
 
@@ -175,13 +195,16 @@ class BlockStep(nn.Module):
         block: the block.
         chain: what it shares with the other blocks of its list.
         index: its place in the list.
+        place: of the state among what the block returns; None if its shape tells it in every call.
     """
 
-    def __init__(self, block: nn.Module, chain: BlockChain, index: int):
+    def __init__(self, block: nn.Module, chain: BlockChain, index: int, place: int | None = None):
         self._block = ModuleReference(block)
         super().__init__()
         self.chain = chain
         self.index = index
+        self.place = place
+        self._has_seen_rows = chain.is_surveyed
         self._own_forward = block.__dict__.get("forward")
         chain.members.append(self)
 
@@ -250,14 +273,20 @@ class BlockStep(nn.Module):
             value = type(self.block).forward(self.block, *positional, **keywords)
         else:
             value = self._own_forward(*positional, **keywords)
-        out = get_state(value)
+        place = find_place(value, state) if self.place is None else self.place
+        out = get_state(value, place)
         if not isinstance(out, Tensor):
             raise InputError(
-                f"{self.name} must return its new state, alone or first among its results. Received: "
-                f"{type(value).__name__}{'' if out is value else f' that begins with {type(out).__name__}'}."
+                f"{self.name} must return its new state, alone or among its results. Received: "
+                f"{type(value).__name__}{'' if out is value else f' with {type(out).__name__} in place {place}'}."
+            )
+        if out.shape != state.shape:
+            raise InputError(
+                f"{self.name} changes its state from {tuple(state.shape)} to {tuple(out.shape)}, and a step returns one of the "
+                "same shape. Call revzoo.ordinary_(model), then reversible_ with batch=: such blocks then stay ordinary."
             )
         if returned.dtype is None:
-            returned.value, returned.dtype = value, out.dtype
+            returned.value, returned.dtype, returned.place = value, out.dtype, place
         return out
 
     @exclude_from_compilation
@@ -292,18 +321,21 @@ class BlockStep(nn.Module):
         y = pair[1].to(dtype)
         if not is_last:
             note_position(y, Position(self.chain, pair[0], None if y is pair[1] else pair[1], segment, grid, round))
-        return replace_state(value, y)
+        return replace_state(value, y, arguments.returned.place)
 
     def _find_states(self, x: Tensor) -> tuple[Pair, InvertedSegment | None, Grid, Round | None]:
         """Return the states before this step, the inverted steps that it may go on with, and what all steps share."""
-        refuse_exact_derivatives()
-        dtype = torch.float32 if x.dtype in HALF else x.dtype
+        refuse_exact_derivatives("Call revzoo.ordinary_(model) first.")
+        dtype = self.chain.states or (torch.float32 if x.dtype in HALF else x.dtype)
         position = find_position(x, self.chain)
         if position is None or position.grid.dtype != dtype:
             schedule = self.chain._schedule
-            grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert=any(mode.inverts for mode in schedule))
+            will_invert = any(mode.inverts for mode in schedule)
+            grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert, remedy=COARSER)
             first = grid.round(x)
             grid.watch(first, f"as the input of {self.name}")
+            # Once, because a device has to wait for it.
+            self._has_seen_rows = self._has_seen_rows or warn_of_lost_rows(x, grid.scale, self.name)
             return (first, first), None, grid, begin_round(self, x, tuple(schedule))
         current, segment = position.current, position.segment
         if current is None:

@@ -1,5 +1,6 @@
 """What blocks of Transformers, timm and others are given, return, and are set to."""
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any, cast
@@ -16,6 +17,15 @@ def is_checkpointed(module: nn.Module) -> bool:
     return any(getattr(module, flag, False) is True for flag in _CHECKPOINTING)
 
 
+def look_for_state(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, str | None]:
+    """Return the first argument of a block, whatever it is, and its keyword, if it has one."""
+    if args:
+        return args[0], None
+    parameters = list(inspect.signature(type(block).forward).parameters)[1:]
+    key = next((name for name in parameters if name in kwargs), None)
+    return (None if key is None else kwargs[key]), key
+
+
 def find_state(block: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, str | None]:
     """Return the state that a block is given, and its keyword, if it has one.
 
@@ -25,11 +35,7 @@ def find_state(block: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mappi
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
     """
-    key = None
-    if not args:
-        parameters = list(inspect.signature(type(block).forward).parameters)[1:]
-        key = next((name for name in parameters if name in kwargs), None)
-    x = kwargs.get(key) if key is not None else args[0] if args else None
+    x, key = look_for_state(block, args, kwargs)
     if not isinstance(x, Tensor) or not x.is_floating_point():
         received = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(
@@ -51,9 +57,26 @@ def leave_out_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     return tuple(None if is_cache(x) else x for x in args), {key: None if is_cache(x) else x for key, x in kwargs.items()}
 
 
-def get_state(value: Any) -> Any:
-    """Return the state among what a block returns: all of it, or the first of a tuple."""
-    return (value[0] if value else None) if isinstance(value, tuple | list) else value
+def list_results(value: Any) -> list[Any]:
+    """Return what a block returns, one by one."""
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def find_place(value: Any, state: Tensor) -> int:
+    """Return which result of a block is its new state: the first that is shaped like the one it was given, or the first.
+
+    A block of two streams may return them in another order than it is given them.
+    """
+    places = (i for i, t in enumerate(list_results(value)) if isinstance(t, Tensor) and t.shape == state.shape)
+    return next(places, 0)
+
+
+def get_state(value: Any, place: int = 0) -> Any:
+    """Return the state among what a block returns: all of it, or that in this place of a tuple or dict."""
+    results = list_results(value)
+    return results[place] if place < len(results) else None
 
 
 def is_cache(x: Any) -> bool:
@@ -61,9 +84,13 @@ def is_cache(x: Any) -> bool:
     return not isinstance(x, type) and callable(getattr(x, "get_seq_length", None)) and callable(getattr(x, "update", None))
 
 
-def replace_state(value: Any, state: Tensor | None) -> Any:
+def replace_state(value: Any, state: Tensor | None, place: int = 0) -> Any:
     """Return what a block returns with another state."""
+    if isinstance(value, dict):
+        others = copy.copy(value)  # of its own class
+        others[list(value)[place]] = state
+        return others
     if not isinstance(value, tuple | list):
         return state
-    results = (state, *value[1:])
+    results = (*value[:place], state, *value[place + 1 :])
     return cast(Any, type(value))(*results) if hasattr(value, "_fields") else type(value)(results)

@@ -1,6 +1,9 @@
-"""The lists of blocks in a network: the longest one, those of given paths, and what cannot be made reversible."""
+"""The lists of blocks in a network: which of their blocks can be the steps of chains, and why others cannot."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
@@ -9,72 +12,106 @@ from revzoo.analysis.dry_run import require_module
 from revzoo.block_steps.block_chain import get_step
 from revzoo.block_steps.conventions import is_checkpointed
 from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
+from revzoo.in_place.survey import BlockSurvey
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.replaced_call import is_replaced
 
 BlockLists = dict[str, dict[str, nn.Module]]  # by the path of a list: its blocks, by their names in the network
+_USE_PLAN = "revzoo.plan(model, batch, budget) needs no list of blocks."
 
 
-def choose_lists(model: nn.Module, paths: Sequence[str]) -> tuple[BlockLists, BlockLists]:
-    """Return the lists of blocks of these paths, or the longest one, and the other lists of such blocks.
+class Choice(NamedTuple):
+    """Which blocks become chains.
 
     Args:
-        model: the network.
-        paths: of the lists; none for the longest one.
+        chains: by the path of each: that of its list, with a slice if there are several in it.
+        ordinary: why the other blocks of these lists stay as they are, by name.
+        left: paths of other lists that have blocks for a chain.
+    """
+
+    chains: BlockLists
+    ordinary: dict[str, str]
+    left: tuple[str, ...]
+
+
+def find_lists(model: nn.Module, paths: Sequence[str], has_batch: bool) -> BlockLists:
+    """Return the lists of blocks of these paths, or all lists that have blocks made of layers.
+
+    A list is a ModuleList or Sequential, or any module with numbered children (b1, b2, ...). Of the latter, only a batch or the
+    user can say that they are called one after the other.
+
     Raises:
         UnknownNameError: the network has no list of this path.
-        InputError: no list of blocks, or one whose blocks cannot be the steps of a chain.
+        InputError: a path that is none of a list, or a network that cannot be changed as it is.
     """
     require_module(model)
     _require_ordinary(model)
-    candidates: BlockLists = dict(_find_lists(model, ""))
-    if not candidates and not paths:
+    known = {path: blocks for path, module in model.named_modules() if (blocks := _name_blocks(module, path)) is not None}
+    lists = {
+        path: blocks
+        for path, blocks in known.items()
+        if any(map(_is_made_of_layers, blocks.values())) and (has_batch or _is_list(model.get_submodule(path)))
+    }
+    for path in paths:
+        if path not in known:
+            modules = dict(model.named_modules())
+            if path not in modules:
+                raise UnknownNameError("list of blocks", path, lists)
+            raise InputError(
+                f"A list of blocks is a ModuleList or Sequential, or has numbered children. Received: {path!r}, a "
+                f"{type(modules[path]).__name__}. Lists in this network: {join_names(list(lists))}."
+            )
+    lists = {path: known[path] for path in paths} if paths else lists
+    if again := [path for path, blocks in lists.items() if any(get_step(block) for block in blocks.values())]:
         raise InputError(
-            f"{type(model).__name__} has no list of two or more blocks of one class and size. Name a ModuleList or Sequential: "
-            "reversible_(model, 'path.of.blocks')."
+            f"{again[0]!r} is reversible already. Call revzoo.ordinary_(model) first to change how, or name other lists."
         )
-    chosen = {path: _get_list(model, path, candidates) for path in paths}
-    if not paths:
-        longest = max(candidates, key=lambda path: len(candidates[path]))
-        chosen = {longest: candidates[longest]}
-    _require_distinct(chosen)
-    return chosen, {path: blocks for path, blocks in candidates.items() if path not in chosen}
+    return lists
 
 
-def _find_lists(module: nn.Module, path: str) -> Iterator[tuple[str, dict[str, nn.Module]]]:
-    """Yield the lists of blocks of one class and size, but not those inside of such blocks."""
-    if isinstance(module, nn.ModuleList | nn.Sequential) and _are_alike(list(module)):
-        yield path, _name_blocks(module, path)
-        return
-    for name, child in module.named_children():
-        yield from _find_lists(child, f"{path}.{name}".removeprefix("."))
+def choose_chains(model: nn.Module, lists: BlockLists, surveys: Mapping[str, BlockSurvey] | None, is_named: bool) -> Choice:
+    """Return which blocks become chains: of every named list, or of the longest one and those like it.
 
+    A chain is every run of two or more blocks, one after the other, that can be steps. With a batch, the survey says which can.
+    Without one, the shapes of weights tell: those of one name are equal. A list is like the longest one if only numbers in its
+    path differ, as in the stages of a hierarchical network. Of two lists of one length, one with blocks of a single class comes
+    first.
 
-def _are_alike(blocks: Sequence[nn.Module]) -> bool:
-    """Return whether these are several blocks of one class, made of layers, whose weights of one name have one shape."""
-    if len(blocks) < 2 or len({type(block) for block in blocks}) > 1 or not list(blocks[0].children()):
-        return False
-    shapes = {name: p.shape for name, p in blocks[0].named_parameters()}
-    return bool(shapes) and all(
-        p.shape == shapes.get(name, p.shape) for block in blocks for name, p in block.named_parameters()
+    Args:
+        model: the network.
+        lists: as from `find_lists`.
+        surveys: of their blocks, by name; None without a batch.
+        is_named: whether the lists were named.
+    Raises:
+        ConversionError: no two such blocks, with the reasons; or a block is in two lists, or part of another one.
+    """
+    reasons = {name: reason for path in lists for name, reason in _find_reasons(lists[path], surveys, is_named).items()}
+    runs = {path: _find_runs(blocks, reasons, surveys) for path, blocks in lists.items()}
+    if is_named and surveys is None:  # the user says that blocks of several classes follow one another, but not as a stage does
+        for path, blocks in lists.items():
+            if [list(blocks)[1:]] != runs[path]:
+                runs[path] = _find_runs(blocks, reasons, surveys, any_class=True)
+    if is_named:
+        if missed := [path for path in lists if not runs[path]]:
+            raise ConversionError(
+                f"{missed[0]} has no two blocks one after the other that can be steps of a chain: "
+                f"{_describe(lists[missed[0]], reasons)}. Name another list, or none. {_USE_PLAN}"
+            )
+    elif not any(runs.values()):
+        raise ConversionError(_explain(model, lists, reasons, surveys is not None))
+    chosen, left = (list(lists), ()) if is_named else _choose(lists, runs, surveys)
+    chains = {
+        path: {name: lists[each][name] for name in run}
+        for each in chosen
+        for path, run in _name_chains(each, list(lists[each]), runs[each])
+    }
+    _require_distinct(chains)
+    inside = {name for run in chains.values() for name in run}
+    alone = (
+        "differs in class or weights from the blocks beside it" if surveys is None else "has no block beside it that fits it"
     )
-
-
-def _get_list(model: nn.Module, path: str, candidates: BlockLists) -> dict[str, nn.Module]:
-    modules = dict(model.named_modules())
-    if path not in modules:
-        raise UnknownNameError("list of blocks", path, candidates)
-    module = modules[path]
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
-        raise InputError(
-            f"A list of blocks is a ModuleList or Sequential of two or more. Received: {path!r}, a {type(module).__name__}. "
-            f"Lists in this network: {join_names(list(candidates))}."
-        )
-    return _name_blocks(module, path)
-
-
-def _name_blocks(blocks: nn.ModuleList | nn.Sequential, path: str) -> dict[str, nn.Module]:
-    return {f"{path}.{i}".removeprefix("."): block for i, block in enumerate(blocks)}
+    ordinary = {name: reasons.get(name, alone) for path in chosen for name in lists[path] if name not in inside}
+    return Choice(chains, ordinary, left)
 
 
 def _require_ordinary(model: nn.Module) -> None:
@@ -97,17 +134,162 @@ def _require_ordinary(model: nn.Module) -> None:
             )
 
 
-def _require_distinct(chosen: BlockLists) -> None:
-    """Raise InputError if a block is in two places, reversible already, or part of another one."""
+def _require_distinct(chains: BlockLists) -> None:
+    """Raise ConversionError if a block is in two chains, or part of another one."""
     places: dict[nn.Module, str] = {}
-    for path, blocks in chosen.items():
+    for blocks in chains.values():
         for name, block in blocks.items():
             if block in places:
                 raise ConversionError(f"{name} is the same module as {places[block]}: a block is one step of one chain.")
-            if get_step(block) is not None:
-                raise InputError(f"{path!r} is reversible already. Call revzoo.ordinary_(model) first to change how.")
             places[block] = name
     for block, name in places.items():
         inside = next((places[part] for part in block.modules() if part is not block and part in places), None)
         if inside is not None:
             raise ConversionError(f"{inside} is a part of {name}. Make one of the two lists reversible.")
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def _name_blocks(module: nn.Module, path: str) -> dict[str, nn.Module] | None:
+    """Return the blocks of a list by their names; None for a module that is no list."""
+    children = {key: block for key, block in module._modules.items() if block is not None}  # entries may be None
+    if not _is_list(module):
+        children = {
+            key: block for key, block in children.items() if re.fullmatch(r"[a-z_]+\d+", key) and _is_made_of_layers(block)
+        }
+        if len(children) < 2:
+            return None
+    return {f"{path}.{key}".removeprefix("."): block for key, block in children.items()}
+
+
+def _is_made_of_layers(block: nn.Module) -> bool:
+    return any(True for _ in block.children()) and any(True for _ in block.parameters())
+
+
+def _find_reasons(blocks: Mapping[str, nn.Module], surveys: Mapping[str, BlockSurvey] | None, is_named: bool) -> dict[str, str]:
+    """Return why blocks of a list cannot be steps, by name."""
+    reasons: dict[str, str] = {}
+    counts = Counter(blocks.values())
+    is_called = surveys is None or any(surveys[name].calls for name in blocks if name in surveys)
+    for name, block in blocks.items():
+        survey = None if surveys is None else surveys.get(name)
+        if counts[block] > 1:
+            other = next(each for each in blocks if blocks[each] is block and each != name)
+            reasons[name] = f"is the same module as {other} (shared layers), and a block is one step of one chain"
+        elif isinstance(block, nn.ModuleList | nn.ModuleDict):
+            parts = join_names([type(part).__name__ for part in block.children()], most=4)
+            reasons[name] = (
+                f"is a {type(block).__name__} ({parts}): the network's own code calls its parts and adds what they return "
+                "outside of them, so no block returns the next state"
+            )
+        elif not is_named and not _is_made_of_layers(block):
+            reasons[name] = "is not made of layers"
+        elif not is_called:
+            reasons[name] = "is not called with this batch"
+        elif survey is not None and len(blocks) == 1 and survey.calls > 1:
+            reasons[name] = f"is called {survey.calls} times (shared layers), and a step of a chain is called once"
+        elif survey is not None and survey.reason is not None:
+            reasons[name] = survey.reason
+    return reasons
+
+
+def _find_runs(
+    blocks: Mapping[str, nn.Module],
+    reasons: Mapping[str, str],
+    surveys: Mapping[str, BlockSurvey] | None,
+    any_class: bool = False,
+) -> list[list[str]]:
+    """Return the names of blocks that can be steps of one chain: every run of two or more."""
+    runs: list[list[str]] = [[]]
+    for name, block in blocks.items():
+        run = runs[-1]
+        if name in reasons:
+            runs.append([])
+            continue
+        if surveys is not None:
+            states = {surveys[each].state for each in (*run, name)} - {None}
+            may_follow = len(states) < 2
+        else:
+            may_follow = not run or _may_follow(blocks[run[-1]], block, len(run) == 1, any_class)
+        if may_follow:
+            run.append(name)
+        else:
+            runs.append([name])
+    return [run for run in runs if sum(surveys is None or surveys[name].calls > 0 for name in run) > 1]
+
+
+def _may_follow(before: nn.Module, block: nn.Module, is_first: bool, any_class: bool) -> bool:
+    """Return whether the weights of two blocks let one follow the other in a chain.
+
+    The first block of a stage may have a projection on its shortcut: a child with weights that the next one does not have,
+    besides all that it has.
+    """
+    shapes = {name: p.shape for name, p in before.named_parameters()}
+    common = [(shapes[name], p.shape) for name, p in block.named_parameters() if name in shapes]
+    if any(a != b for a, b in common) or not (any_class or type(block) is type(before)):
+        return False
+    children, following = ({name.partition(".")[0] for name, _ in b.named_parameters()} for b in (before, block))
+    return not (is_first and following < children)
+
+
+def _choose(
+    lists: BlockLists, runs: Mapping[str, Sequence[Sequence[str]]], surveys: Mapping[str, BlockSurvey] | None
+) -> tuple[list[str], tuple[str, ...]]:
+    """Return the paths of the longest list and of those like it, and the paths of others; runs inside blocks do not count."""
+    found: dict[str, tuple[int, int, bool]] = {}
+    parts: set[nn.Module] = set()
+    for path in lists:  # outer lists come first
+        blocks = [lists[path][name] for run in runs[path] for name in run]
+        if blocks and not parts.intersection(blocks):
+            is_uniform = len({type(block) for block in blocks}) == 1
+            clear = 0 if surveys is None else sum(surveys[name].is_clear for run in runs[path] for name in run)
+            found[path] = (clear, len(blocks), is_uniform)
+            if is_uniform:
+                parts |= {part for block in blocks for part in block.modules()}
+    longest = max(found, key=lambda path: found[path])
+    alike = [path for path in found if _number_out(path) == _number_out(longest)]
+    inside = {part for path in alike for run in runs[path] for name in run for part in lists[path][name].modules()}
+    outside = {path for path in found if any(block in inside for block in lists[path].values())}
+    return alike, tuple(path for path in found if path not in alike and path not in outside)
+
+
+def _number_out(path: str) -> str:
+    return re.sub(r"\d+", "#", path)
+
+
+def _name_chains(path: str, names: list[str], runs: Sequence[Sequence[str]]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the path and the names of every chain in a list."""
+    for run in runs:
+        start = names.index(run[0])
+        yield path if len(runs) == 1 else f"{path}[{start}:{start + len(run)}]", list(run)
+
+
+def _explain(model: nn.Module, lists: BlockLists, reasons: Mapping[str, str], has_batch: bool) -> str:
+    """Return why no list of a network has blocks for a chain."""
+    if has_batch:
+        wanted = "that could be the steps of a chain: each returns its state with something added, in the same shape and dtype"
+        advice = ""
+    else:
+        wanted = "of one class and size"
+        advice = " A batch may show more, since blocks of several classes are then tried, too: reversible_(model, batch=batch)."
+    nearest: dict[str, str] = {}  # the longest list of every kind
+    for path in sorted(lists, key=lambda path: -len(lists[path])):
+        if len(lists[path]) > 1 or reasons.keys() & lists[path]:
+            nearest.setdefault(_number_out(path), path)
+    words = [f"{path or 'the network itself'} ({_describe(lists[path], reasons)})" for path in nearest.values()]
+    found = f"Lists in it: {join_names(words, most=3)}." if words else "It has no ModuleList or Sequential of such blocks."
+    return (
+        f"{type(model).__name__} has no list of two or more blocks, one after the other, {wanted}. {found}{advice} {_USE_PLAN}"
+    )
+
+
+def _describe(blocks: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> str:
+    """Return which blocks a list has, and why the first of them that cannot be a step cannot."""
+    counts = Counter(type(block).__name__ for block in blocks.values())
+    kinds = " and ".join(f"{count} {kind}" for kind, count in counts.items())
+    first = next((f"{name} {reasons[name]}" for name in blocks if name in reasons), "")
+    alone = [name for name in blocks if name not in reasons]
+    rest = f"no block fits beside {join_names(alone, most=2)}" if alone else ""
+    return f"{kinds}: {'; '.join(filter(None, (first, rest)))}"

@@ -9,29 +9,30 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from revzoo.analysis.flops import FEW_FLOPS, FlopCounter
+from revzoo.analysis.likeness import warn_of_another_function
 from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
 from revzoo.bounds import MOST_KEPT_BITS
 from revzoo.errors import InputError, UnknownNameError, join_names
-from revzoo.in_place.block_lists import choose_lists
+from revzoo.in_place.block_lists import choose_chains, find_lists
 from revzoo.in_place.peaks import Peaks, count_peaks
-from revzoo.in_place.similarity import (
-    FRACTION_BITS,
-    USUAL_FRACTION_BITS,
-    Similarity,
-    measure_similarity,
-    run_network,
-    survey_blocks,
-)
+from revzoo.in_place.similarity import Similarity, measure_similarity, run_network
 from revzoo.in_place.split import Branches, Split, find_branches
+from revzoo.in_place.survey import FRACTION_BITS, choose_grids, survey_blocks
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
+from revzoo.runtime.exact import GRIDS
 from revzoo.runtime.inventory import Pattern, check_patterns
 from revzoo.runtime.observation import observe_calls
 
 BlockCoupling = Literal["momentum", "dual_residual"]
+_KEEP_NEARER = (
+    "More kept_bits keep it nearer to the original; or more fraction_bits, where states are small; or another list of blocks "
+    "(its path). revzoo.plan(model, batch, budget) changes no function."
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class ReversibleReport:
         branches: for each chain, the submodules that compute the two branches of a block; empty if blocks are not split.
         restarts: the blocks on the batch that were given another tensor than the block before them returned, so that they began
             a chain of their own.
+        ordinary: the blocks of the lists that are no steps, each with the reason.
+        grids: what there is to say about the choice of the grids.
         peaks: of a training step on the batch, stored, checkpointed and reversible; None without a batch. A text says why they
             could not be counted.
     """
@@ -62,6 +65,8 @@ class ReversibleReport:
     left: tuple[str, ...]
     branches: tuple[str, ...] = ()
     restarts: tuple[str, ...] = ()
+    ordinary: tuple[str, ...] = ()
+    grids: tuple[str, ...] = ()
     peaks: Peaks | str | None = None
 
     @property
@@ -79,17 +84,18 @@ class ReversibleReport:
         lines = [f"{self.model}: {self.coupling} coupling, {self.kept_bits} bits kept of every element and step"]
         branches = self.branches or ("",) * len(self.chains)
         for chain, block, parts, size in zip(self.chains, self.blocks, branches, self.kept_bytes_per_element, strict=True):
-            stored = chain.state_bytes * len(chain.blocks)
+            stored = chain.input_bytes * len(chain.blocks)
             dtypes = (
-                f"{stored} in float64" if chain.state_bytes == 8 else f"{stored} in float32, {stored // 2} in half precision"
+                f"{stored} in float64" if chain.input_bytes == 8 else f"{stored} in float32, {stored // 2} in half precision"
             )
             each = f"two of each {block} ({parts})" if chain.branches else f"each a {block}"
             lines.append(
                 f"{chain.path}: {len(chain.names)} steps, {each}; they keep {size:g} bytes for "
                 "every element of the state "
                 f"(their inputs alone would be {dtypes}), on a grid of "
-                f"2^-{USUAL_FRACTION_BITS if (bits := chain.coupling.fraction_bits) is None else bits}"
+                f"2^-{_get_fraction_bits(chain)}"
             )
+        lines += self.grids
         if self.similarity is not None:
             lines.append(str(self.similarity))
         if self.peaks is not None:
@@ -100,6 +106,8 @@ class ReversibleReport:
                 f"with two more states: {join_names(self.restarts, most=3)}. The network's code changes the state before them. "
                 "Move that code into the forward of the blocks, or make lists reversible that it does not reach into."
             )
+        if self.ordinary:
+            lines.append(f"ordinary blocks: {join_names(self.ordinary, most=3)}")
         if self.left:
             lines.append(f"left as they are: {join_names(self.left)}; name them to make them reversible, too")
         return "\n".join(lines)
@@ -123,11 +131,14 @@ def reversible_(
 
     Args:
         model: an ordinary network, before it is compiled.
-        paths: of lists of blocks (ModuleList or Sequential) in it, such as "model.layers". None: the longest list of blocks of
-            one class and size; the report says which.
+        paths: of lists of blocks (ModuleList or Sequential) in it, such as "model.layers". None: the list with the most blocks
+            that can be steps, and those whose paths differ from it only in numbers, such as all "stages.*.blocks". In a list,
+            every run of two or more such blocks is a chain; the others stay ordinary, and the report says why.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments. With one, the network is
-            run on it before and after: each chain has a grid that fits its states, and the report says how much the outputs
-            differ, and whether a training step takes less than with gradient checkpointing.
+            run on it before and after: it shows which blocks can be steps, and each chain has a grid that fits its states, also
+            those of training. The report says how much the outputs differ (with a warning if their cosine is below 0.99), and
+            whether a training step takes less than with gradient checkpointing. Without one, blocks of one class and size are
+            taken.
         coupling: "momentum", or "dual_residual", w[k+1] = f(w[k]) + 2^-kept_bits w[k-1].
         kept_bits: from 1 to 15: fewer keep less, and change the function more.
         fraction_bits: binary digits of the states after the point; states stay below 2^(24 - fraction_bits). None: 16, or
@@ -140,25 +151,31 @@ def reversible_(
     Raises:
         UnknownNameError: no list of blocks of this path, or no such coupling.
         InputError: a network that is compiled, planned, checkpointed or reversible already; a path or number that is none.
-        ConversionError: a block that cannot be a step, with the reason. The network is then as it was.
+        ConversionError: no two blocks of a list can be steps, with the reasons. The network is then as it was.
     Cost: two states for each chain, kept_bits for each element and step, and one extra forward of each block.
     """
-    chosen, others = choose_lists(model, paths)
+    lists = find_lists(model, paths, has_batch=batch is not None)
     _require_numbers(coupling, kept_bits, fraction_bits)
     if split is not None:
         _require_split(split, batch)
-    surveys, before = ({}, None) if batch is None else survey_blocks(model, chosen, batch)
+    surveys, before = (None, None) if batch is None else survey_blocks(model, lists, batch)
+    chosen, ordinary, left = choose_chains(model, lists, surveys, is_named=bool(paths))
     branches = {} if split is None else find_branches(model, chosen, split, batch)
+    chooses = surveys is not None and fraction_bits is None
+    grids, notes = choose_grids(model, chosen, surveys or {}, batch) if chooses else ({}, ())
     chains, steps = list[BlockChain](), list[BlockStep]()
     for path, blocks in chosen.items():
-        digits = surveys[path].fraction_bits if fraction_bits is None and path in surveys else fraction_bits
-        owner = model.get_submodule(path.rpartition(".")[0])
+        states, digits = grids.get(path, (None, fraction_bits))
+        owner = model.get_submodule(next(iter(blocks)).rpartition(".")[0].rpartition(".")[0])
         names = () if split is None else tuple(name if isinstance(name, str) else name[0] for name in split)
-        chain = BlockChain(path, owner, list(blocks), _make_coupling(coupling, kept_bits, digits), names, check_patterns(keep))
+        recurrence = _make_coupling(coupling, kept_bits, digits)
+        chain = BlockChain(
+            path, owner, list(blocks), recurrence, names, check_patterns(keep), states, is_surveyed=path in grids
+        )
         chains.append(chain)
-        for i, block in enumerate(blocks.values()):
+        for i, (name, block) in enumerate(blocks.items()):
             if split is None:
-                steps.append(BlockStep(block, chain, i))
+                steps.append(BlockStep(block, chain, i, place=None if surveys is None else surveys[name].place))
             else:
                 first, second = branches[block]
                 steps.append(BranchStep(block, chain, 2 * i, first, BranchStep(block, chain, 2 * i + 1, second)))
@@ -170,16 +187,20 @@ def reversible_(
             with observe_calls(partial(_note_restart, restarts)), FlopCounter() as flops:
                 similarity = measure_similarity(before, run_network(model, batch), batch)
             peaks = count_peaks(model, batch, steps, fake=flops.forward * 4 > FEW_FLOPS)
+        if similarity is not None:
+            warn_of_another_function(type(model).__name__, similarity.cosine, _KEEP_NEARER)
         return ReversibleReport(
             type(model).__name__,
             tuple(chains),
-            tuple(type(next(iter(blocks.values()))).__name__ for blocks in chosen.values()),
+            tuple(" or ".join(dict.fromkeys(type(block).__name__ for block in blocks.values())) for blocks in chosen.values()),
             coupling,
             kept_bits,
             similarity,
-            tuple(others),
+            left,
             tuple(_describe_branches(blocks.values(), branches) for blocks in chosen.values()) if branches else (),
             tuple(restarts),
+            tuple(f"{name} {reason}" for name, reason in ordinary.items()),
+            notes,
             peaks,
         )
     except BaseException:
@@ -220,6 +241,12 @@ def _note_restart(restarts: list[str], step: nn.Module, inputs: Any, states: Seq
     """Note a block that begins a chain, where both states are one, without being the first of its list."""
     if isinstance(step, BlockStep) and step.index and states[0] is states[1]:
         restarts.append(step.name)
+
+
+def _get_fraction_bits(chain: BlockChain) -> int:
+    """Return how many binary digits after the point the states of a chain have."""
+    usual = GRIDS[torch.float64 if chain.state_bytes == 8 else torch.float32][0]
+    return usual if chain.coupling.fraction_bits is None else chain.coupling.fraction_bits
 
 
 def _make_coupling(name: BlockCoupling, kept_bits: int, fraction_bits: int | None) -> Coupling:

@@ -85,7 +85,7 @@ def find_branches(model: nn.Module, lists: BlockLists, split: Split, batch: Any)
                 stack.callback(block.register_forward_pre_hook(split_block, with_kwargs=True).remove)
         run_network(model, batch)
     if missed := [name for blocks in lists.values() for name, block in blocks.items() if block not in branches]:
-        raise ConversionError(f"{missed[0]} is not called with this batch, so it cannot be split. Give one that uses it.")
+        raise ConversionError(f"{missed[0]} is not called as a module with this batch, so it cannot be split. {_USUAL}")
     return branches
 
 

@@ -40,6 +40,10 @@ from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.update import Step, StepUpdate, is_dense
 
+# What to do where states leave the grid, with couplings that keep bits and with others.
+_WITH_BITS = "take a coarser grid (the coupling's fraction_bits), or compute in floating point: m or beta instead of kept_bits"
+_WITHOUT_BITS = "normalise f's output, or compute in floating point: exact=False"
+
 
 class ReversibleChain(Scheduled, nn.Module):
     """Run reversible steps on two streams and rebuild their activations in backward.
@@ -270,7 +274,9 @@ def _start(
     refuse_exact_derivatives()
     fraction_bits = [coupling.fraction_bits for coupling in couplings if coupling.fraction_bits is not None]
     compile_function = next((find_function_compiler(link.f) for link in links if isinstance(link, Step)), None)
-    grid = seams.make_grid(x1.dtype, min(fraction_bits) if fraction_bits else None, will_invert, compile_function)
+    keeps_bits = any(coupling.is_exact for coupling in couplings)
+    bits = min(fraction_bits) if fraction_bits else None
+    grid = seams.make_grid(x1.dtype, bits, will_invert, compile_function, _WITH_BITS if keeps_bits else _WITHOUT_BITS)
     pair = grid.round(x1), grid.round(x2)
     for state in pair:
         grid.watch(state, "as an input of the chain")

@@ -34,7 +34,7 @@ from revzoo.sharded import is_sharded
 
 # Binary digits after the point, and in total. The states of trained networks stay far below 2^8 (the largest seen is 0.12 of
 # it), and for values above 2^8 float32 itself is coarser than 2^-16.
-_GRIDS = {torch.float32: (16, 24), torch.float64: (32, 53)}
+GRIDS = {torch.float32: (16, 24), torch.float64: (32, 53)}
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 T = TypeVar("T")
@@ -157,6 +157,7 @@ class Grid:
         fraction_bits: binary digits after the point, instead of 16 or 32. Fewer allow larger states.
         will_invert: whether backward rebuilds states of this call.
         compile_function: compiles a function, once; None for steps that are not compiled.
+        remedy: what to do if a state leaves the grid, in words that follow "Lower the learning rate, or".
 
     Raises:
         InputError: another dtype; half precision has too few bits to hold a stream on a grid.
@@ -168,17 +169,19 @@ class Grid:
         fraction_bits: int | None = None,
         will_invert: bool = False,
         compile_function: FunctionCompiler[..., Any] | None = None,
+        remedy: str = "normalise f's output",
     ):
-        if dtype not in _GRIDS:
+        if dtype not in GRIDS:
             raise InputError(
                 f"Exact arithmetic (exact=True, kept_bits) needs float32 or float64 streams. Received: {dtype}. Use autocast."
             )
         self.dtype = dtype
-        fraction, digits = _GRIDS[dtype]
+        fraction, digits = GRIDS[dtype]
         fraction = fraction if fraction_bits is None else fraction_bits
         self.scale, self.limit = 2.0**fraction, 2.0 ** (digits - fraction)
         self._will_invert = will_invert
         self._compile = compile_function
+        self._remedy = remedy
         # On an accelerator, of states that have not been checked: where each is, and its least and most value.
         self._noted: list[tuple[str, Tensor, Tensor]] = []
         self._checked_in: int | None = None  # the latest backward that has begun to check them
@@ -242,7 +245,7 @@ class Grid:
         return None
 
     def _end_check(self, noted: Sequence[tuple[str, Tensor, Tensor]], ranges: list[float]) -> None:
-        _check_range(self.limit, [place for place, *_ in noted], ranges)
+        self._check_range([place for place, *_ in noted], ranges)
         checked = set(map(id, noted))  # a forward may have gone on after the backward had begun, and noted more
         self._noted = [each for each in self._noted if id(each) not in checked]
 
@@ -270,21 +273,19 @@ class Grid:
         if can_read_now(state):
             least, most = state.amin(), state.amax()  # torch.aminmax takes 9 times as long on channels-last tensors
             if has_value(state):
-                _check_range(self.limit, [where], [float(least), float(most)])
+                self._check_range([where], [float(least), float(most)])
         elif self._will_invert:
             self._noted.append((where, *state.aminmax()))
 
-
-def _check_range(limit: float, places: Sequence[str], ranges: Sequence[float]) -> None:
-    """Raise RecoveryError at the first place with values beyond the limit; `ranges` has the least and most value of each."""
-    for where, least, most in zip(places, ranges[::2], ranges[1::2], strict=True):
-        if not (-limit < least and most < limit):
-            largest = most if most >= -least else least
-            raise RecoveryError(
-                f"Exact arithmetic holds states below {limit:g} in magnitude. Received: {largest:g} {where}. Lower the "
-                "learning rate, normalise f's output, take a coarser grid (the coupling's fraction_bits), or compute in "
-                "floating point (exact=False; m or beta instead of kept_bits)."
-            )
+    def _check_range(self, places: Sequence[str], ranges: Sequence[float]) -> None:
+        """Raise RecoveryError at the first place with values beyond the limit, of the least and most value of each."""
+        for where, least, most in zip(places, ranges[::2], ranges[1::2], strict=True):
+            if not (-self.limit < least and most < self.limit):
+                largest = most if most >= -least else least
+                raise RecoveryError(
+                    f"Exact arithmetic holds states below {self.limit:g} in magnitude. Received: {largest:g} {where}. Lower "
+                    f"the learning rate, or {self._remedy}."
+                )
 
 
 def _get_local(x: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ def refuse_to_drop(remedy: str) -> None:
         )
 
 
-def refuse_exact_derivatives() -> None:
-    """Raise InputError where exact arithmetic would be differentiated in another way than by backward."""
+def refuse_exact_derivatives(remedy: str = "Use exact=False, and m or beta instead of kept_bits.") -> None:
+    """Raise InputError where exact arithmetic would be differentiated in another way than by backward; `remedy` allows it."""
     if torch.compiler.is_compiling():
         return
     around = _find_innermost() or ("torch.autograd.forward_ad" if forward_ad._current_level >= 0 else None)
@@ -39,7 +39,7 @@ def refuse_exact_derivatives() -> None:
     if around is not None:
         raise InputError(
             "Exact arithmetic rounds, and has a gradient in torch.autograd.grad and .backward() alone. Received: a call inside "
-            f"{_describe(around)}. Use exact=False, and m or beta instead of kept_bits."
+            f"{_describe(around)}. {remedy}"
         )
 
 

@@ -1,12 +1,16 @@
 """Networks and blocks that `reversible_` refuses, by name, and leaves as they were."""
 
+import re
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 import revzoo
+from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import ConversionError, InputError, UnknownNameError
-from tests.in_place.networks import TEXT, Tanh, Toy, X, llama, switch_checkpointing
+from tests.in_place.networks import TEXT, Tanh, Toy, X, assert_equal, llama, switch_checkpointing, train_step
 
 
 def widen(m, x):
@@ -14,25 +18,43 @@ def widen(m, x):
 
 
 def write_into(m, x):
-    x += m.layer(x)
+    x += m.layer(x.clone())
     return x
 
 
 BAD = {
-    "widen": (widen, r"blocks.1 changes its state from \(4, 6\), torch.float32 to \(4, 12\)"),
-    "write_into": (write_into, "blocks.1 writes into what it is given"),
-    "to_double": (lambda m, x: m.layer(x).double(), "blocks.1 changes its state from .* to .*torch.float64"),
-    "dictionary": (lambda m, x: {}, "blocks.1 returns dict, not a new state"),
-    "unrelated": (lambda m, x: -x, "blocks.1 is no residual map: .* returns -1.00 times its input"),
+    "widen": (widen, r"changes its state from \(4, 6\), .* to \(4, 12\)"),
+    "write_into": (write_into, "writes into what it is given"),
+    "to_double": (lambda m, x: m.layer(x).double(), "changes its state from .* to .*torch.float64"),
+    "dictionary": (lambda m, x: {"x": [x]}, "returns dict, not a new state"),
+    "unrelated": (lambda m, x: -x, "is no residual map: it returns -1.00 times its input"),
 }
 
 
+def narrow(m, x):
+    return (x["x"][0] if isinstance(x, dict) else x)[:, :6].float().clone()
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_blocks_that_cannot_be_steps_are_refused_with_the_reason(name):
-    write, message = BAD[name]
-    toy = Toy(Tanh(), Tanh(write), Tanh(), Tanh())
+def test_blocks_that_cannot_be_steps_stay_ordinary_with_the_reason(name):
+    write, reason = BAD[name]
+    toy = Toy(Tanh(), Tanh(), Tanh(), Tanh(write), nn.Identity(), Tanh(), Tanh())
+    toy.blocks[4].forward = partial(narrow, None)
+    report = revzoo.reversible_(toy, batch=X)
+    ends = 2 if name == "write_into" else 3  # what it writes into is no state of a chain
+    assert {chain.path: chain.blocks for chain in report.chains} == {
+        f"blocks[0:{ends}]": [f"blocks.{i}" for i in range(ends)],
+        "blocks[5:7]": ["blocks.5", "blocks.6"],
+    }
+    assert list(find_block_chains(toy)) == [f"blocks[0:{ends}]", "blocks[5:7]"]
+    assert re.match(f"blocks.3 {reason}", report.ordinary[-2])
+    assert ("blocks.2 returns a state that something writes into" in str(report)) is (ends == 2)
+    stored, inverted = (train_step(toy, {"x": X}, schedule)[0] for schedule in ("store", "invert"))
+    assert_equal(inverted, stored)
+    toy = Toy(Tanh(write), nn.Identity())
+    toy.blocks[1].forward = partial(narrow, None)
     before = [dict(m.__dict__) for m in toy.modules()]
-    with pytest.raises(ConversionError, match=message):
+    with pytest.raises(ConversionError, match=f"blocks.0 {reason}"):
         revzoo.reversible_(toy, "blocks", batch=X)
     assert [dict(m.__dict__) for m in toy.modules()] == before
 
@@ -81,7 +103,7 @@ REFUSED = {
     "no list": (lambda: nn.Linear(2, 2), (), "no list of two or more blocks"),
     "no such path": (Toy, ("block",), "Did you mean 'blocks'"),
     "no list at the path": (Toy, ("head",), "'head', a Linear"),
-    "shared": (shared, ("blocks",), "blocks.2 is the same module as blocks.0"),
+    "shared": (shared, ("blocks",), "blocks.0 is the same module as blocks.2"),
     "nested": (nested, ("blocks", "blocks.0"), "blocks.0.0 is a part of blocks.0"),
     "compiled": (compiled, (), "before torch.compile"),
     "checkpointed": (checkpointed, (), "activation_checkpointing_disable"),

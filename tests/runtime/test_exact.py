@@ -45,7 +45,7 @@ def chain_that_leaves(at: int, schedule: object, value: float = 1e4) -> Reversib
 @pytest.mark.parametrize(("value", "received"), [(1e4, "11101.1"), (-1e4, "-11098.9"), (torch.nan, "nan"), (torch.inf, "inf")])
 def test_the_step_that_leaves_the_grid_is_named(mode, value, received):
     x = torch.ones(3)
-    with pytest.raises(RecoveryError, match=rf"below 256 in magnitude. Received: {received} after steps\.2\. Lower"):
+    with pytest.raises(RecoveryError, match=rf"below 256 in .* Received: {received} after steps\.2\. Lower .* exact=False"):
         chain_that_leaves(2, mode, value)(x, x)
     with pytest.raises(RecoveryError, match=r"Received: 256 as an input of the chain\. Lower"), torch.no_grad():
         chain_that_leaves(2, mode)(x, torch.tensor([1.0, 256.0, -3.0]))
@@ -88,8 +88,8 @@ def test_on_an_accelerator_what_is_not_rebuilt_may_leave_the_grid(schedule, acce
 
 def test_on_an_accelerator_the_range_is_read_once_and_in_backward_only(accelerator, monkeypatch):
     looks = []
-    check_range = exact._check_range
-    monkeypatch.setattr(exact, "_check_range", lambda *args: (looks.append(args[1]), check_range(*args)))
+    check_range = exact.Grid._check_range
+    monkeypatch.setattr(exact.Grid, "_check_range", lambda *args: (looks.append(args[1]), check_range(*args)))
     x = torch.ones(3, requires_grad=True)
     chain = chain_that_leaves(2, "invert", value=0.5)
     y1, y2 = chain(x, x)

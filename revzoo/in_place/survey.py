@@ -1,0 +1,266 @@
+"""What the blocks of a network do on a batch: which can be steps of a chain, why others cannot, how large states are."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import or_
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.analysis.dry_run import call, in_mode, isolated
+from revzoo.block_steps.conventions import get_state, list_results, look_for_state
+from revzoo.block_steps.row_size import LEAST_DIGITS, measure_smallest_row
+from revzoo.device import has_float64
+from revzoo.dtype import HALF
+from revzoo.in_place.similarity import run_network
+from revzoo.runtime.exact import GRIDS
+
+FRACTION_BITS = (4, 40)  # the fewest and the most
+_ROOM = 4  # binary digits that states may grow by in training
+Grid = tuple[torch.dtype | None, int]  # of the states of a chain: their dtype, and binary digits after the point
+_LEAST_FACTOR = 0.1  # of its input in what a residual block returns; norms make it smaller than 1
+_NOTHING = torch.empty(0)  # in place of a result that is no tensor
+_RESOLUTION = 13  # binary digits of the smallest row of a state
+
+
+@dataclass
+class StateSizes:
+    """How large states are.
+
+    Args:
+        largest: magnitude of an element.
+        smallest: root mean square of a row that is not zero.
+    """
+
+    largest: float = 0.0
+    smallest: float = math.inf
+
+    def add(self, state: Tensor) -> None:
+        """Consider a state."""
+        if state.numel():
+            self.smallest = min(self.smallest, measure_smallest_row(state))
+            self.largest = max(self.largest, float(state.detach().abs().amax()))
+
+    def __or__(self, other: "StateSizes") -> "StateSizes":
+        return StateSizes(max(self.largest, other.largest), min(self.smallest, other.smallest))
+
+
+@dataclass
+class BlockSurvey:
+    """What one block does on a batch.
+
+    Args:
+        calls: how often it was called.
+        reason: why it cannot be a step, in words that follow its name; None if it can.
+        state: shape and dtype of its state.
+        place: of the new state among several results.
+        is_clear: whether the state is seen in what the block returns; without enough elements it may be there all the same.
+        sizes: of its states.
+    """
+
+    calls: int = 0
+    reason: str | None = None
+    state: tuple[torch.Size, torch.dtype] | None = None
+    place: int = 0
+    is_clear: bool = False
+    sizes: StateSizes = field(default_factory=StateSizes)
+
+    def add_call(self, x: Any, state: Any, value: Any) -> None:
+        """Consider a call.
+
+        Args:
+            x: its first argument, after it.
+            state: a copy of that from before; x itself if it is no floating-point tensor.
+            value: what the block has returned.
+        """
+        if isinstance(x, Tensor) and not x.numel():
+            return  # an expert without tokens, for example
+        self.calls += 1
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+            self.reason = f"is given {kind} first, where the state has to be"
+            return
+        self.state = self.state or (x.shape, x.dtype)
+        results = list_results(value)
+        fitting = [i for i, t in enumerate(results) if _is_like(t, x)]
+        fitting = [i for i in fitting if results[i] is not x] or fitting  # x itself may be handed on
+        counts = {i: _count_input(state, results[i]) for i in fitting}
+        # Nothing of the state is in it, and not for want of elements to see it in.
+        unrelated = [i for i, (factor, noise) in counts.items() if factor < _LEAST_FACTOR and factor + 3 * noise < 0.5]
+        if not fitting:
+            out = get_state(value)
+            self.reason = (
+                f"changes its state from {tuple(x.shape)}, {x.dtype} to {tuple(out.shape)}, {out.dtype}"
+                if isinstance(out, Tensor)
+                else f"returns {type(value).__name__}, not a new state alone or among its results"
+            )
+        elif not torch.equal(x, state):
+            self.reason = (
+                "writes into what it is given, and a step must leave its state as it is: replace the in-place operation at its "
+                "beginning (x += y, ReLU(inplace=True)) by one that returns a new tensor"
+            )
+        elif len(unrelated) == len(fitting):
+            self.reason = (
+                f"is no residual map: it returns {counts[fitting[0]][0]:.2f} times its input, and "
+                "a rest unrelated to it, and the next block would not understand a sum with the state before"
+            )
+        else:
+            self.place = max(fitting, key=lambda i: counts[i][0] / (counts[i][1] or 1.0))
+            factor, noise = counts[self.place]
+            self.is_clear = factor > 3 * noise
+            self.sizes.add(state)
+            self.sizes.add(get_state(value, self.place))
+
+
+def choose_grids(
+    model: nn.Module, chains: Mapping[str, Mapping[str, nn.Module]], surveys: Mapping[str, BlockSurvey], batch: Any
+) -> tuple[dict[str, Grid], tuple[str, ...]]:
+    """Return a grid for each chain that resolves the smallest row of its states and holds the largest element, with room.
+
+    In eval mode, a network whose BatchNorms have no statistics yet has much smaller states than in training: the grid holds
+    both. Where 24 digits are too few for the smallest row in training, states are float64. That costs four more bytes for each
+    element of two states, which is less than a block that stays ordinary.
+
+    Args:
+        model: the network; no trace of a run in training mode remains.
+        chains: blocks by name, by the path of their chain.
+        surveys: of the blocks in eval mode.
+        batch: as for `call`.
+    Returns:
+        The dtype of the states of each chain, None for the usual one, and the binary digits after the point; and notes.
+    """
+    training, error = _survey_training(model, chains, surveys, batch)
+    notes = [f"This batch cannot be run in training mode ({error}): grids fit the states in eval mode alone"] if error else []
+    has_more_digits = all(has_float64(p.device) for p in model.parameters())
+    grids: dict[str, Grid] = {}
+    for path, blocks in chains.items():
+        sizes = reduce(or_, (surveys[name].sizes for name in blocks), training[path])
+        own = next((state[1] for name in blocks if (state := surveys[name].state) is not None), torch.float32)
+        own = torch.float32 if own in HALF else own
+        grids[path] = None, (bits := _count_fraction_bits(sizes, own))
+        smallest, resolved = (training[path] if training[path].largest else sizes).smallest, 2.0 ** (LEAST_DIGITS - bits)
+        words = f"tokens or pixels of {sizes.smallest:.2g} beside elements of {sizes.largest:.2g}"
+        if smallest < resolved and own is not torch.float64 and has_more_digits:
+            grids[path] = torch.float64, _count_fraction_bits(sizes, torch.float64)
+            notes.append(f"{path}: states are float64, because the 24 binary digits of float32 do not hold {words}")
+        elif sizes.smallest < resolved:
+            in_eval = " in eval mode; in training mode they are larger" if smallest >= resolved else ""
+            notes.append(f"{path}: the grid does not resolve {words}{in_eval}")
+    return grids, tuple(notes)
+
+
+def _count_fraction_bits(sizes: StateSizes, dtype: torch.dtype) -> int:
+    usual, digits = GRIDS[dtype]
+    if not (sizes.largest and math.isfinite(sizes.largest) and math.isfinite(sizes.smallest)):
+        return usual
+    wanted = max(usual, _RESOLUTION - math.floor(math.log2(sizes.smallest)))
+    bits = min(wanted, digits - _ROOM - math.ceil(math.log2(sizes.largest)))
+    return max(FRACTION_BITS[0], min(bits, FRACTION_BITS[1]))
+
+
+def survey_blocks(
+    model: nn.Module, lists: Mapping[str, Mapping[str, nn.Module]], batch: Any
+) -> tuple[dict[str, BlockSurvey], Tensor]:
+    """Return what the blocks of lists do on a batch, by name, and the main output of the network."""
+    blocks = {name: block for members in lists.values() for name, block in members.items()}
+    surveys = {name: BlockSurvey() for name in blocks}
+    returned: dict[str, list[tuple[ReferenceType[Any], int]]] = {}  # the latest results, and how often each was written into
+
+    def look_back(x: Any = None) -> None:
+        """See what has become of results by now, when x is given to a block."""
+        for name, results in returned.items():
+            survey = surveys[name]
+            for place, (reference, version) in enumerate(results):
+                if (result := reference()) is None:
+                    continue
+                if result is x and survey.reason is None and survey.state == (x.shape, x.dtype):
+                    survey.place = place  # what is given to the next block is the state
+                if place == survey.place and result._version != version:
+                    survey.reason = (
+                        "returns a state that something writes into afterwards, and backward begins with it: replace the "
+                        "in-place operation behind it (x += y, ReLU(inplace=True)) by one that returns a new tensor"
+                    )
+
+    def watch(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = look_for_state(blocks[name], args, kwargs)[0]
+        look_back(x)
+        state = x.clone() if isinstance(x, Tensor) else x
+        value = forward(*args, **kwargs)
+        look_back()  # the block may hold the last reference to what it has written into
+        surveys[name].add_call(x, state, value)
+        results = [t if isinstance(t, Tensor) and not t.is_inference() else _NOTHING for t in list_results(value)]
+        returned[name] = [(ref(t), t._version) for t in results]
+        return value
+
+    with watched_calls(blocks, watch):
+        output = run_network(model, batch)
+    look_back()
+    return surveys, output
+
+
+def _survey_training(
+    model: nn.Module, chains: Mapping[str, Mapping[str, nn.Module]], surveys: Mapping[str, BlockSurvey], batch: Any
+) -> tuple[dict[str, StateSizes], str]:
+    """Return how large the states of chains are in training mode, by path; nothing, and why, if this batch cannot be run so."""
+    blocks = {name: block for members in chains.values() for name, block in members.items()}
+    sizes = {name: StateSizes() for name in blocks}
+
+    def watch(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = forward(*args, **kwargs)
+        states = look_for_state(blocks[name], args, kwargs)[0], get_state(value, surveys[name].place)
+        for state in filter(torch.is_tensor, states):
+            sizes[name].add(state)
+        return value
+
+    error = ""
+    if not any(p.requires_grad for p in model.parameters()):
+        return dict.fromkeys(chains, StateSizes()), error  # it will not be trained as it is
+    try:
+        with isolated(model, batch) as inputs, in_mode(model, training=True), torch.no_grad(), watched_calls(blocks, watch):
+            call(model, inputs)
+    except Exception as problem:  # of the network's own code: one that wants targets in training mode, for example
+        error, sizes = f"{type(problem).__name__}: {problem}".splitlines()[0], {}
+    return {path: reduce(or_, (sizes.get(n, StateSizes()) for n in members)) for path, members in chains.items()}, error
+
+
+@contextmanager
+def watched_calls(
+    blocks: Mapping[str, nn.Module], watch: Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+) -> Iterator[None]:
+    """Let `watch` stand in place of the `forward` of blocks, where a step will stand: some networks call `forward` itself.
+
+    It is given the block's name, its own `forward`, and the arguments; what it returns is what the block returns.
+    """
+
+    def stand_in(name: str, block: nn.Module) -> Callable[..., Any]:
+        own = block.__dict__.get("forward") or partial(type(block).forward, block)
+        return lambda *args, **kwargs: watch(name, own, args, kwargs)
+
+    own = {block: block.__dict__.get("forward") for block in blocks.values()}
+    try:
+        for name, block in blocks.items():
+            block.__dict__["forward"] = stand_in(name, block)
+        yield
+    finally:
+        for block, forward in own.items():
+            if forward is None:
+                block.__dict__.pop("forward", None)
+            else:
+                block.__dict__["forward"] = forward
+
+
+def _is_like(t: Any, x: Tensor) -> bool:
+    return isinstance(t, Tensor) and t.shape == x.shape and t.dtype == x.dtype
+
+
+def _count_input(state: Tensor, out: Tensor) -> tuple[float, float]:
+    """Return how often a state is in what a block returned, and the deviation of that if it is not in it at all."""
+    x, y = state.double().flatten(), out.double().flatten()
+    size = float(x.norm()) or 1.0
+    factor = float(x @ y) / size**2  # by least squares; 1 in x + g(x) where g(x) has nothing to do with x
+    return factor, float(y.norm()) / size / len(x) ** 0.5
