@@ -8,7 +8,7 @@ The spans inside are found as those of the whole graph are, from the last border
 end. What a nest keeps of its products follows one rule for the whole graph: those with the most work per byte.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -56,14 +56,18 @@ class _Place:
         return self.nests.list_spans(self.border, self.column)
 
 
-def add_nests(choices: Choices) -> None:
-    """Add nests to the options of a graph."""
-    for products in _list_rules(choices):
-        inner: dict[tuple[int, int], _Inner] = {}
-        for end in range(2, len(choices.leaves)):
-            nests = _Nests(choices, products, end, inner)
-            for border, option in nests.list_options():
-                choices.options[choices.borders.index(choices.leaves[border])].append(option)
+def add_nests(sets: Sequence[Choices]) -> None:
+    """Add nests to the options of a graph, for one or more sets of what is made again across spans."""
+    first, measured = sets[0], dict[_Key, _Inner]()
+    for products in _list_rules(first):
+        spans = [_InnerSpans(choices, products, measured) for choices in sets]
+        for end in range(2, len(first.leaves)):
+            base: _Nests | None = None
+            for choices, inner in zip(sets, spans, strict=True):
+                nests = _Nests(choices, products, end, inner, base)
+                for border, option in nests.list_options():
+                    choices.options[choices.places[choices.leaves[border]]].append(option)
+                base = base or nests
 
 
 def _list_rules(choices: Choices) -> Iterator[frozenset[int]]:
@@ -86,11 +90,64 @@ def _list_rules(choices: Choices) -> Iterator[frozenset[int]]:
             rule = size * _RULES // max(1, total) + 1
 
 
-class _Nests:
-    """All nests that end at one border."""
+_Key = tuple[int, int, frozenset[int], frozenset[int]]
 
-    def __init__(self, choices: Choices, products: frozenset[int], end: int, inner: dict[tuple[int, int], _Inner]):
-        self._choices, self._products, self._end, self._inner = choices, products, end, inner
+
+class _InnerSpans:
+    """The spans in nests of one rule.
+
+    Args:
+        choices: of the graph.
+        products: the rule: what nests keep.
+        measured: those that were measured, by borders, what stays and what is handed. Most are the same for several rules.
+    """
+
+    def __init__(self, choices: Choices, products: frozenset[int], measured: dict[_Key, _Inner]):
+        self._choices, self._products, self._measured = choices, products, measured
+        self._known: dict[tuple[int, int], _Inner] = {}
+
+    def find(self, border: int, following: int) -> _Inner:
+        """Return the span between two leaves' borders."""
+        inner = self._known.get((border, following))
+        if inner is None:
+            choices = self._choices
+            span = choices.find_inner(choices.leaves[border], choices.leaves[following])
+            stays = self._products.intersection(span.own) | (span.forced & choices.always)
+            key = border, following, stays, span.forced - stays
+            inner = self._measured.get(key)
+            if inner is None:
+                inner = self._measured[key] = _measure(span, stays, span.forced - stays)
+            self._known[border, following] = inner
+        return inner
+
+
+def _measure(span: Span, stays: frozenset[int], handed: frozenset[int]) -> _Inner:
+    kept = stays | handed
+    _, flops, made, again = span.measure(kept)
+    size = span.count_bytes(kept)
+    option = SpanOption(
+        span.start, span.end, tuple(sorted(kept)), size, span.peak_of_backward(kept, again), flops, made
+    )
+    _, flops, made, again = span.measure(stays, handed)
+    run = span.peak_of_recovery(stays, again, handed)
+    return _Inner(option, run, flops, made, span.find_gradients(stays))
+
+
+class _Nests:
+    """All nests that end at one border.
+
+    Args:
+        choices: of the graph.
+        products: what they keep besides what crosses their ends.
+        end: the border, as a number.
+        inner: their spans.
+        base: the nests for another set of what is made again. Their fronts are the same where no root is inside.
+    """
+
+    def __init__(
+        self, choices: Choices, products: frozenset[int], end: int, inner: _InnerSpans, base: "_Nests | None" = None
+    ):
+        self._choices, self._products, self._end, self._inner, self._base = choices, products, end, inner, base
         self._fronts: dict[int, NDArray[np.int64]] = {end: np.zeros((6, 1), np.int64)}
 
     def list_options(self) -> Iterator[tuple[int, SpanOption]]:
@@ -99,77 +156,98 @@ class _Nests:
         storages = choices.record.storages
         wall = max((at for at in choices.record.walls if at < borders[end]), default=0)
         first = max(borders.index(wall), end - _LONGEST)
-        gradient = max((self._find(i, end).gradient_bytes for i in range(max(first, end - _LONGEST_SPAN), end)), default=0)
+        nearest = range(max(first, end - _LONGEST_SPAN), end)
+        gradient = max((self._inner.find(i, end).gradient_bytes for i in nearest), default=0)
         after = 0  # what the nest keeps of the spans from a border on
+        forward = _Forward(choices, borders[first], borders[end])
         for border in range(end - 1, first - 1, -1):
-            inside = range(borders[border], borders[border + 1])
-            own = [k for i in inside for k in choices.born[i]]
+            own = [k for i in range(borders[border], borders[border + 1]) for k in choices.born[i]]
             after += sum(choices.sizes[k] for k in own if k in self._products or storages[k].last_use >= borders[end])
             front = self._fronts[border] = self._find_front(border, gradient + after)
+            forward.extend(own, self._products)
             if border < end - 1:
-                yield from self._list_nests(border, front)
+                yield from self._list_nests(border, front, forward)
 
     def _find_front(self, border: int, base: int) -> NDArray[np.int64]:
         """Return rows of bytes, work, FLOPs, bytes made, next border and column there, for the spans from a border on."""
-        columns = [np.zeros((6, 0), np.int64)]
-        price = self._choices.price
+        if self._base is not None and self._choices.is_alike(min(border, self._end - _LONGEST_SPAN), self._end):
+            return self._base._fronts[border]
+        rows, fronts, before = [], [], 0
         for following in range(border + 1, min(border + _LONGEST_SPAN, self._end) + 1):
-            inner = self._find(border, following)
-            option, rest = inner.option, self._fronts[following]
-            flops, made, need = option.flops, option.made, option.need_bytes
-            if following == self._end:
-                if inner.gradient_bytes < 0:
-                    continue
+            inner, rest = self._inner.find(border, following), self._fronts[following]
+            option, size = inner.option, rest.shape[1]
+            if following < self._end:
+                need, flops, made = max(option.need_bytes, base + inner.run_bytes), option.flops + inner.flops, option.made + inner.made
+                kept = option.kept_bytes
+            elif inner.gradient_bytes < 0:
+                continue
             else:
-                flops, made = flops + inner.flops, made + inner.made
-                need = max(need, base + inner.run_bytes)
-            needs = np.maximum(need, option.kept_bytes + rest[0]) if following < self._end else np.array([need])
-            full = np.full_like(needs, following)
-            columns.append(
-                np.stack([needs, rest[1] + price(flops, made), rest[2] + flops, rest[3] + made, full, np.arange(needs.size)])
-            )
-        return prune(np.concatenate(columns, axis=1), _POINTS)
+                need, flops, made, kept = option.need_bytes, option.flops, option.made, 0
+            rows.append((need, kept, self._choices.price(flops, made), flops, made, following, before, size))
+            fronts.append(rest)
+            before += size
+        if not rows:
+            return np.zeros((6, 0), np.int64)
+        *columns, sizes = np.array(rows, np.int64).T
+        need, kept, work, flops, made, next_border, before = np.repeat(np.stack(columns), sizes, axis=1)
+        rest = np.concatenate(fronts, axis=1)
+        places = np.arange(rest.shape[1]) - before
+        needs = np.maximum(need, kept + rest[0])
+        return prune(np.stack([needs, rest[1] + work, rest[2] + flops, rest[3] + made, next_border, places]), _POINTS)
 
-    def _list_nests(self, border: int, front: NDArray[np.int64]) -> Iterator[tuple[int, SpanOption]]:
+    def _list_nests(self, border: int, front: NDArray[np.int64], forward: "_Forward") -> Iterator[tuple[int, SpanOption]]:
         choices = self._choices
         start, end = choices.leaves[border], choices.leaves[self._end]
-        columns = [c for c in range(front.shape[1]) if front[4, c] < self._end]
+        columns = np.flatnonzero(front[4] < self._end).tolist()
         if not columns or choices.remakes_across(start, end):
             return
-        span = Span(choices, start, end)
-        kept = span.forced | self._products.intersection(span.own)
-        size = sum(choices.sizes[k] for k in kept)
-        forward = span.peak_of_forward(kept)
-        for c in sorted({columns[i] for i in np.linspace(0, len(columns) - 1, _NESTS).round().astype(int)}):
-            need, _, flops, made = (int(each) for each in front[:4, c])
+        kept, size, highest = tuple(sorted(forward.kept)), forward.kept_bytes, forward.find_peak(start)
+        last = len(columns) - 1
+        for c in sorted({columns[round(i * last / (_NESTS - 1))] for i in range(_NESTS)}):
+            need, _, flops, made = front[:4, c].tolist()
             place = _Place(self, border, c)
-            yield border, SpanOption(start, end, tuple(sorted(kept)), size, max(forward, need), flops, made, place)
-
-    def _find(self, border: int, following: int) -> _Inner:
-        inner = self._inner.get((border, following))
-        if inner is None:
-            inner = self._inner[border, following] = self._measure(border, following)
-        return inner
-
-    def _measure(self, border: int, following: int) -> _Inner:
-        choices = self._choices
-        span = Span(choices, choices.leaves[border], choices.leaves[following], is_nested=True)
-        stays = self._products.intersection(span.own) | (span.forced & choices.always)
-        handed = span.forced - stays
-        kept = stays | handed
-        _, flops, made, again = span.measure(kept)
-        size = sum(choices.sizes[k] for k in kept)
-        start, end = choices.leaves[border], choices.leaves[following]
-        option = SpanOption(start, end, tuple(sorted(kept)), size, span.peak_of_backward(kept, again), flops, made)
-        _, flops, made, again = span.measure(stays, handed)
-        run = span.peak_of_recovery(stays, again, handed)
-        return _Inner(option, run, flops, made, span.find_gradients(stays))
+            yield border, SpanOption(start, end, kept, size, max(highest, need), flops, made, place)
 
     def list_spans(self, border: int, column: int) -> list[SpanOption]:
         """Return the spans of a column of a border's front."""
         spans = []
         while border < self._end:
-            following, after = (int(each) for each in self._fronts[border][4:, column])
-            spans.append(self._find(border, following).option)
+            following, after = self._fronts[border][4:, column].tolist()
+            spans.append(self._inner.find(border, following).option)
             border, column = following, after
         return spans
+
+
+class _Forward:
+    """What nests that end at one border keep, and the peak of their forward; it grows towards their start.
+
+    Args:
+        choices: of the graph.
+        first, end: the longest nest.
+    """
+
+    def __init__(self, choices: Choices, first: int, end: int):
+        self._choices, self._first, self._end = choices, first, end
+        # What the atoms inside have allocated before one of them, and the peak in it.
+        self._before = np.array([*choices.record.inner_bytes[first:end], 0], np.int64)
+        self.kept: list[int] = []
+        self.kept_bytes = 0
+
+    def extend(self, born: Sequence[int], products: frozenset[int]) -> None:
+        """Take in the storages of the atoms before, and keep those that are products or cross the end."""
+        choices = self._choices
+        for k in born:
+            storage, size = choices.record.storages[k], choices.sizes[k]
+            crosses = storage.last_use >= self._end and k not in choices.remade.recipes
+            until = self._end
+            if crosses or k in products or k in choices.always:
+                self.kept.append(k)
+                self.kept_bytes += size
+            else:
+                until = min(until, storage.born if storage.maker is None else storage.last_use)
+            self._before[storage.born + 1 - self._first : until + 1 - self._first] += size
+
+    def find_peak(self, start: int) -> int:
+        """Return the peak of the nest that begins at `start`, the last that was taken in."""
+        passing = self._choices.count_passing(start)
+        return passing + int(self._before[start - self._first :].max())

@@ -11,8 +11,16 @@ def prune(columns: NDArray[np.int64], most: int) -> NDArray[np.int64]:
 
 def list_best(columns: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the columns that no other beats in bytes and work, by rising bytes."""
-    columns = columns[:, np.lexsort((columns[1], columns[0]))]
-    return columns[:, np.diff(np.minimum.accumulate(columns[1]), prepend=np.iinfo(np.int64).max) < 0]
+    return columns[:, find_best(columns[0], columns[1])]
+
+
+def find_best(size: NDArray[np.int64], work: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the places of the points that no other beats in bytes and work, by rising bytes."""
+    order = size.argsort(kind="stable")
+    least = np.minimum.accumulate(work[order])
+    order = order[np.diff(least, prepend=np.iinfo(np.int64).max) < 0]
+    best: NDArray[np.int64] = order[np.diff(size[order], append=-1) != 0]  # of as many bytes, the last takes the least work
+    return best
 
 
 def thin(columns: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], int]:

@@ -110,6 +110,9 @@ class Choices:
         self.always = {k for k, s in enumerate(record.storages) if s.is_small} | fixed | remade.roots
         self.leaves = self._list_leaves()
         self.borders = [0, *(i + 1 for i in range(count - 1) if self.born[i] or i + 1 in self.leaves), count]
+        self.places = {at: i for i, at in enumerate(self.borders)}
+        self._inner: dict[tuple[int, int], Span] = {}
+        self._roots = sorted(record.storages[k].born for k in remade.roots)
         self.options: list[list[SpanOption]] = [list(self._list_options(i)) for i in range(len(self.borders) - 1)]
 
     def _list_leaves(self) -> list[int]:
@@ -139,6 +142,22 @@ class Choices:
             for k, readers in self._readers.items()
         )
 
+    def is_alike(self, first: int, last: int) -> bool:
+        """Return whether nothing that is made again starts between the borders of two leaves, so that nests there are alike."""
+        start, end = self.leaves[max(0, first)], self.leaves[last]
+        return bisect_left(self._roots, start) == bisect_left(self._roots, end)
+
+    def find_inner(self, start: int, end: int) -> "Span":
+        """Return the span between two atoms as one in a nest."""
+        if (start, end) not in self._inner:
+            self._inner[start, end] = Span(self, start, end, is_nested=True)
+        return self._inner[start, end]
+
+    def count_passing(self, start: int) -> int:
+        """Return the bytes of what is made again that have been made before an atom and are still in use there."""
+        storages = self.record.storages
+        return sum(self.sizes[k] for k in self.remade.recipes if storages[k].born < start <= storages[k].last_use)
+
     def price(self, flops: int, made: int) -> int:
         """Return the work of FLOPs and moved bytes together [FLOPs], or the nanoseconds."""
         return self._prices[0] * flops + self._prices[1] * made
@@ -154,7 +173,7 @@ class Span:
     """
 
     def __init__(self, choices: Choices, start: int, end: int, is_nested: bool = False):
-        self._choices, self._start, self._end = choices, start, end
+        self._choices, self.start, self.end = choices, start, end
         storages = choices.record.storages
         self._recipes: Mapping[int, Sequence[int]] = {} if is_nested else choices.remade.recipes
         self.own = [k for i in range(start, end) for k in choices.born[i]]
@@ -194,9 +213,9 @@ class Span:
             kept: storages.
             wanted: those to be made; None for all that is saved and not kept.
         """
-        choices, start = self._choices, self._start
+        choices, start = self._choices, self.start
         storages, reads, recipes = choices.record.storages, choices.reads, self._recipes
-        need = bytearray(self._end - start)
+        need = bytearray(self.end - start)
         before = set[int]()
         for k in self.saved if wanted is None else wanted:
             if k not in kept:
@@ -205,7 +224,7 @@ class Span:
                 else:
                     before.update(recipes[k])
         again = []
-        for i in range(self._end - 1, start - 1, -1):
+        for i in range(self.end - 1, start - 1, -1):
             if need[i - start]:
                 again.append(i)
                 for k in reads[i]:
@@ -218,12 +237,16 @@ class Span:
         flops, made = (sum(of_atom[i] for i in again) for of_atom in (choices.record.flops, choices.made))
         return choices.price(flops, made), flops, made, again
 
+    def count_bytes(self, storages: Collection[int]) -> int:
+        """Return the size of some storages."""
+        return sum(self._choices.sizes[k] for k in storages)
+
     def _make_option(self, kept: frozenset[int], flops: int, made: int, again: Sequence[int]) -> SpanOption:
         size = self._choices.sizes
         forward = self.peak_of_forward(kept)
         kept -= self._find_small(kept, again)
         need = max(forward, self.peak_of_backward(kept, again))
-        return SpanOption(self._start, self._end, tuple(sorted(kept)), sum(size[k] for k in kept), need, flops, made)
+        return SpanOption(self.start, self.end, tuple(sorted(kept)), sum(size[k] for k in kept), need, flops, made)
 
     def _find_small(self, kept: frozenset[int], again: Sequence[int]) -> set[int]:
         """Return what is kept for being small alone, and made by atoms that run again: a span drops it at its end."""
@@ -236,13 +259,13 @@ class Span:
         choices = self._choices
         storages, inner = choices.record.storages, choices.record.inner_bytes
         total = highest = sum(choices.sizes[k] for k in self._passing)
-        for i in range(self._start, self._end):
+        for i in range(self.start, self.end):
             highest = max(highest, total + inner[i])
             for k in choices.born[i]:
                 if k in kept or (storages[k].maker is not None and storages[k].last_use > i):
                     total += choices.sizes[k]
             for k in choices.dead[i]:
-                if k not in kept and storages[k].born < i and (storages[k].born >= self._start or k in self._recipes):
+                if k not in kept and storages[k].born < i and (storages[k].born >= self.start or k in self._recipes):
                     total -= choices.sizes[k]
         return max(highest, total)
 
@@ -250,7 +273,7 @@ class Span:
         choices = self._choices
         record, size = choices.record, choices.sizes
         storages, gradient = record.storages, choices.gradient
-        asked = [record.first_unpack[i] for i in range(self._start, self._end) if record.first_unpack[i] >= 0]
+        asked = [record.first_unpack[i] for i in range(self.start, self.end) if record.first_unpack[i] >= 0]
         held = [k for k in self.own if k in kept and storages[k].released >= 0]
         dropped = [k for k in self.saved if k not in kept]
         if not asked:
@@ -262,7 +285,7 @@ class Span:
         # What the recovery starts from lives until then, and what no slot holds until the last slot is free.
         times = {k: self._find_times(k) for k in dropped}
         last = max(released for _, released in times.values())
-        starts = {k for i in again for k in choices.reads[i] if k in kept and storages[k].born >= self._start}
+        starts = {k for i in again for k in choices.reads[i] if k in kept and storages[k].born >= self.start}
         until = last if at is None else at - 1
         lives = [(k, -1, max(storages[k].released, until if k in starts else -1)) for k in held]
         lives += [(k, -1, last) for k in starts if storages[k].released < 0]
@@ -284,7 +307,7 @@ class Span:
         storage = self._choices.record.storages[k]
         if k not in self._recipes:
             return storage.unpacked, storage.released
-        times = [times for i, times in storage.saved_by.items() if self._start <= i < self._end]
+        times = [times for i, times in storage.saved_by.items() if self.start <= i < self.end]
         return find_first(unpacked for unpacked, _ in times), max(released for _, released in times)
 
     def find_gradients(self, kept: Collection[int]) -> int:
@@ -295,7 +318,7 @@ class Span:
     def _highest(self, begin: int, lives: Sequence[tuple[int, int, int]]) -> int:
         """Return the most bytes of gradients and storages from a position in the log on, given when storages appear and end."""
         gradient = self._choices.gradient
-        following = self._choices.following[self._start]  # until then backward is here, though it may need nothing more
+        following = self._choices.following[self.start]  # until then backward is here, though it may need nothing more
         sizes, appear, ends = np.array(lives, np.int64).reshape(-1, 3).T
         sizes = self._choices.array[sizes]
         end = max(begin, following - 1, *ends)
@@ -331,7 +354,7 @@ class Span:
                 if k not in kept and (k in stays or last.get(k, -1) > i):
                     total += choices.sizes[k]
             for k in choices.reads[i]:
-                own = storages[k].born >= self._start or k in self._recipes
+                own = storages[k].born >= self.start or k in self._recipes
                 if ((own and k not in kept and k not in stays) or k in passing) and last[k] == i:
                     total -= choices.sizes[k]
         return max(highest, total)
