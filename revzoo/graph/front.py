@@ -25,7 +25,7 @@ _POINTS = 4000  # of a front
 def find_front(record: Record, count_flops_only: bool = False, nanoseconds: Sequence[int] | None = None) -> "Front":
     """Return the front of all plans of a recorded graph. Arguments are those of `Choices`."""
     choices = [Choices(record, count_flops_only, nanoseconds)]
-    choices += [Choices(record, count_flops_only, nanoseconds, remade) for remade in list_remade(choices[0])]
+    choices += [Choices(record, count_flops_only, nanoseconds, each, choices[0]) for each in list_remade(choices[0])]
     add_nests(choices)
     return Front(choices)
 

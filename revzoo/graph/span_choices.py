@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from revzoo.analysis.flops import FLOPS_PER_BYTE
 from revzoo.graph.step_record import Record, find_first
@@ -71,6 +72,47 @@ class Remade:
 NOTHING = Remade({}, frozenset())
 
 
+Shape = tuple[tuple[int, ...], int, int, int | None, int, int]
+"""What a span may keep, wherever it is in the graph.
+
+Places of the kept storages among its own, their bytes, the peak of forward, that of backward above the gradients before it (None:
+it has none), FLOPs, and `made` of a `SpanOption`.
+"""
+_Key = tuple[tuple[int, ...], bytes, int, int]
+
+
+class _EqualSpans:
+    """Measured spans by what they consist of: those of repeated blocks are equal.
+
+    Attributes:
+        known: what spans may keep.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[_Key, list[Shape]] = {}
+        self._numbers: dict[object, int] = {}
+
+    def classify(self, choices: "Choices") -> list[int]:
+        """Return a number for every atom; spans of atoms with the same numbers are equal but for the gradients around them."""
+        record, place = choices.record, {k: at for at, k in enumerate(choices.order)}
+        far = max(later - at for at, later in zip(choices.leaves, [*choices.leaves[_LONGEST + 1 :], *choices.leaves[-1:]], strict=False))
+        numbers, last_asked = [], 0
+        for i, asked in enumerate(record.first_unpack):
+            since = asked - last_asked if asked >= 0 else None
+            last_asked = asked if asked >= 0 else last_asked
+            storages = []
+            for k in choices.born[i]:
+                each = record.storages[k]
+                times = tuple(at - last_asked if at >= 0 else None for at in (each.unpacked, each.released))
+                is_kept = each.is_small, k in choices.always
+                storages.append((each.bytes, each.maker is None, min(each.last_use - i, far), bool(each.saved_by), *times, *is_kept))
+            near = [k for k in choices.reads[i] if i - record.storages[k].born < far]
+            reads = tuple((i - record.storages[k].born, place[k] - choices.first[record.storages[k].born]) for k in near)
+            own = record.flops[i], choices.made[i], record.inner_bytes[i], record.copied_bytes[i], since
+            numbers.append(self._numbers.setdefault((own, tuple(storages), reads), len(self._numbers)))
+        return numbers
+
+
 class Choices:
     """All spans of a recorded graph that are considered.
 
@@ -79,6 +121,7 @@ class Choices:
         count_flops_only: whether norms and activations are free, as in published figures.
         nanoseconds: of every atom's forward, where they were measured. Then time is the price.
         remade: what crosses spans and is made again.
+        base: the same with nothing remade; what is equal there is not measured again.
     """
 
     def __init__(
@@ -87,6 +130,7 @@ class Choices:
         count_flops_only: bool = False,
         nanoseconds: Sequence[int] | None = None,
         remade: Remade = NOTHING,
+        base: "Choices | None" = None,
     ):
         self.record, self.remade = record, remade
         self._prices = (1, 0 if count_flops_only else FLOPS_PER_BYTE) if nanoseconds is None else (0, 1)
@@ -111,8 +155,17 @@ class Choices:
         self.leaves = self._list_leaves()
         self.borders = [0, *(i + 1 for i in range(count - 1) if self.born[i] or i + 1 in self.leaves), count]
         self.places = {at: i for i, at in enumerate(self.borders)}
+        self.work = [self.price(flops, made) for flops, made in zip(record.flops, self.made, strict=True)]
+        self.order = [k for born in self.born for k in born]
+        self.first = [0, *accumulate(map(len, self.born))]  # by atom: the place of its first storage in this order
+        self.bit = {k: 1 << place for place, k in enumerate(self.order)}
+        self.read_bits = [sum(self.bit[k] for k in reads) for reads in self.reads]
+        self.highest = list(_tabulate_maxima(self.gradient))
         self._inner: dict[tuple[int, int], Span] = {}
         self._roots = sorted(record.storages[k].born for k in remade.roots)
+        self._remaking = [0, *accumulate(self._list_remaking())]
+        self.spans: _EqualSpans = _EqualSpans() if base is None else base.spans
+        self._classes = self.spans.classify(self)
         self.options: list[list[SpanOption]] = [list(self._list_options(i)) for i in range(len(self.borders) - 1)]
 
     def _list_leaves(self) -> list[int]:
@@ -129,9 +182,49 @@ class Choices:
             if overlapped > _LONGEST:
                 break
             if overlapped <= _LONGEST_INSIDE or (leaves[first - 1] == start and leaves[first - 1 + overlapped] == end):
-                yield from Span(self, start, end).list_options()
+                yield from self._list_options_of(start, end)
             if end in self.record.walls:
                 break
+
+    def _list_options_of(self, start: int, end: int) -> Iterator[SpanOption]:
+        begin, until = self.find_backward(start, end)
+        offset = int(self.gradient[max(0, begin - 1)])
+        shapes = key = None
+        if not self.remakes(start, end):
+            gradient = self.gradient[max(0, begin - 1) : until + 1] - offset
+            following = max(-1, self.following[start] - begin)
+            key = tuple(self._classes[start:end]), gradient.tobytes(), following, min(begin, 1)
+            shapes = self.spans.known.get(key)
+        if shapes is None:
+            shapes = list(Span(self, start, end).list_shapes(offset))
+            if key is not None:
+                self.spans.known[key] = shapes
+        first, order = self.first[start], self.order
+        for places, size, forward, backward, flops, made in shapes:
+            need = forward if backward is None else max(forward, offset + backward)
+            yield SpanOption(start, end, tuple(sorted([order[first + at] for at in places])), size, need, flops, made)
+
+    def find_backward(self, start: int, end: int) -> tuple[int, int]:
+        """Return where backward first asks for what these atoms save, and where it has no more use for what they make."""
+        storages = self.record.storages
+        asked = [at for at in self.record.first_unpack[start:end] if at >= 0]
+        begin = min(asked, default=0)
+        released = (storages[k].released for k in self.order[self.first[start] : self.first[end]])
+        return begin, max(begin, self.following[start] - 1, max(released, default=-1))
+
+    def remakes(self, start: int, end: int) -> bool:
+        """Return whether some atoms make, read or pass what is made again across spans."""
+        return self._remaking[start] < self._remaking[end]
+
+    def _list_remaking(self) -> list[int]:
+        """Return by atom whether something is in use there that is made again across spans."""
+        marks = [0] * len(self.record.atoms)
+        for k in self.remade.recipes:
+            storage = self.record.storages[k]
+            last = max(storage.last_use, *storage.saved_by, *self._readers[k], storage.born)
+            for i in range(storage.born, min(last + 1, len(marks))):
+                marks[i] = 1
+        return marks
 
     def remakes_across(self, start: int, end: int) -> bool:
         """Return whether some atoms read what is made again for them, or make what is made again for others."""
@@ -141,6 +234,12 @@ class Choices:
             or (storages[k].born < start and any(start <= i < end for i in readers))
             for k, readers in self._readers.items()
         )
+
+    def find_highest(self, start: int, end: int) -> int:
+        """Return the most bytes of gradients between two positions in the log of backward."""
+        level = (end - start).bit_length() - 1
+        row = self.highest[level]
+        return max(row[start], row[end - (1 << level)])
 
     def is_alike(self, first: int, last: int) -> bool:
         """Return whether nothing that is made again starts between the borders of two leaves, so that nests there are alike."""
@@ -175,36 +274,54 @@ class Span:
     def __init__(self, choices: Choices, start: int, end: int, is_nested: bool = False):
         self._choices, self.start, self.end = choices, start, end
         storages = choices.record.storages
-        self._recipes: Mapping[int, Sequence[int]] = {} if is_nested else choices.remade.recipes
+        none_remade = is_nested or not choices.remakes(start, end)
+        self._recipes: Mapping[int, Sequence[int]] = {} if none_remade else choices.remade.recipes
         self.own = [k for i in range(start, end) for k in choices.born[i]]
         self.forced = frozenset(
             k for k in self.own if (storages[k].last_use >= end and k not in self._recipes) or k in choices.always
         )
         self.saved = [k for k in self.own if storages[k].saved_by and k not in self._recipes]
         self.saved += [k for k in self._recipes if any(start <= i < end for i in storages[k].saved_by)]
+        self._own_bits = (1 << choices.first[end]) - (1 << choices.first[start])
+        self._saved_bits = sum(choices.bit[k] for k in self.saved if k not in self._recipes)
         self._passing = [k for k in self._recipes if storages[k].born < start <= storages[k].last_use]
 
-    def list_options(self) -> Iterator[SpanOption]:
-        """Yield what this span may keep, from what it must to all that is saved."""
-        choices, forced = self._choices, self.forced
+    def list_shapes(self, offset: int) -> Iterator[Shape]:
+        """Yield what this span may keep, from what it must to all that is saved, and what that needs.
+
+        Args:
+            offset: gradients before its backward [bytes].
+        """
+        choices, forced, bit = self._choices, self.forced, self._choices.bit
         candidates = [k for k in self.saved if k not in forced and k not in self._recipes]
-        dropped_all = self.measure(forced)
-        gains = []
-        for k in candidates:
-            gain = dropped_all[0] - self.measure(forced | {k})[0]
-            gains.append((gain / max(1, choices.sizes[k]), k))
+        bits = sum(bit[k] for k in forced)
+        most = self._count_work(forced, bits)
+        gains = [((most - self._count_work(forced | {k}, bits | bit[k])) / max(1, choices.sizes[k]), k) for k in candidates]
         gains.sort(reverse=True)
-        path, kept = [(forced, dropped_all)], forced
+        path, kept, least = [forced], forced, most
         for _, k in gains:
-            kept = kept | {k}
-            measured = self.measure(kept)
-            if measured[0] < path[-1][1][0]:
-                path.append((kept, measured))
+            kept, bits = kept | {k}, bits | bit[k]
+            if (work := self._count_work(kept, bits)) < least:
+                path.append(kept)
+                least = work
         if len(path) > _SUBSETS:
-            chosen = np.unique(np.linspace(0, len(path) - 1, _SUBSETS).round().astype(int))
-            path = [path[i] for i in chosen]
-        for kept, (_, flops, made, again) in path:
-            yield self._make_option(kept, flops, made, again)
+            path = [path[round(i * (len(path) - 1) / (_SUBSETS - 1))] for i in range(_SUBSETS)]
+        for kept in path:
+            yield self._make_shape(kept, offset)
+
+    def _count_work(self, kept: frozenset[int], kept_bits: int) -> int:
+        """Return the work of what runs again, given the storages that are kept, and as bits."""
+        if self._recipes:
+            return self.measure(kept)[0]
+        choices, total = self._choices, 0
+        order, storages, first = choices.order, choices.record.storages, choices.first
+        free = self._own_bits & ~kept_bits
+        need = self._saved_bits & free
+        while need:
+            i = storages[order[need.bit_length() - 1]].born
+            total += choices.work[i]
+            need = (need | (choices.read_bits[i] & free)) & ((1 << first[i]) - 1)
+        return total
 
     def measure(self, kept: frozenset[int], wanted: Collection[int] | None = None) -> tuple[int, int, int, list[int]]:
         """Return work, FLOPs and bytes of what runs again, and which atoms.
@@ -241,12 +358,16 @@ class Span:
         """Return the size of some storages."""
         return sum(self._choices.sizes[k] for k in storages)
 
-    def _make_option(self, kept: frozenset[int], flops: int, made: int, again: Sequence[int]) -> SpanOption:
-        size = self._choices.sizes
+    def _make_shape(self, kept: frozenset[int], offset: int) -> Shape:
+        choices = self._choices
+        _, flops, made, again = self.measure(kept)
         forward = self.peak_of_forward(kept)
         kept -= self._find_small(kept, again)
-        need = max(forward, self.peak_of_backward(kept, again))
-        return SpanOption(self.start, self.end, tuple(sorted(kept)), sum(size[k] for k in kept), need, flops, made)
+        backward = self.peak_of_backward(kept, again)
+        is_asked = any(at >= 0 for at in choices.record.first_unpack[self.start : self.end])
+        first = choices.first[self.start]
+        places = tuple(choices.bit[k].bit_length() - 1 - first for k in kept)
+        return places, self.count_bytes(kept), forward, backward - offset if is_asked else None, flops, made
 
     def _find_small(self, kept: frozenset[int], again: Sequence[int]) -> set[int]:
         """Return what is kept for being small alone, and made by atoms that run again: a span drops it at its end."""
@@ -317,16 +438,20 @@ class Span:
 
     def _highest(self, begin: int, lives: Sequence[tuple[int, int, int]]) -> int:
         """Return the most bytes of gradients and storages from a position in the log on, given when storages appear and end."""
-        gradient = self._choices.gradient
-        following = self._choices.following[self.start]  # until then backward is here, though it may need nothing more
-        sizes, appear, ends = np.array(lives, np.int64).reshape(-1, 3).T
-        sizes = self._choices.array[sizes]
-        end = max(begin, following - 1, *ends)
-        cuts = np.unique(np.concatenate([ends + 1, appear, [begin]]))
-        cuts = cuts[(cuts >= begin) & (cuts <= end)]
-        highest = np.maximum.reduceat(gradient[: end + 1], cuts)
-        alive = ((ends[None, :] >= cuts[:, None]) & (appear[None, :] <= cuts[:, None])) @ sizes
-        return int((alive + highest).max())
+        choices = self._choices
+        following = choices.following[self.start]  # until then backward is here, though it may need nothing more
+        end, changes = max(begin, following - 1), dict[int, int]()
+        for k, appears, ends in lives:
+            appears, end = max(appears, begin), max(end, ends)
+            if ends >= appears:
+                changes[appears] = changes.get(appears, 0) + choices.sizes[k]
+                changes[ends + 1] = changes.get(ends + 1, 0) - choices.sizes[k]
+        highest, alive, at = 0, changes.pop(begin, 0), begin
+        for place in sorted(changes):
+            highest = max(highest, alive + choices.find_highest(at, place))
+            alive += changes[place]
+            at = place
+        return highest if at > end else max(highest, alive + choices.find_highest(at, end + 1))
 
     def peak_of_recovery(
         self,
@@ -358,3 +483,13 @@ class Span:
                 if ((own and k not in kept and k not in stays) or k in passing) and last[k] == i:
                     total -= choices.sizes[k]
         return max(highest, total)
+
+
+def _tabulate_maxima(values: NDArray[np.int64]) -> Iterator[list[int]]:
+    """Yield rows of the maxima of 1, 2, 4, 8 ... consecutive values."""
+    length = 1
+    while True:
+        yield values.tolist()
+        if values.size <= length:
+            return
+        values, length = np.maximum(values[:-length], values[length:]), 2 * length
