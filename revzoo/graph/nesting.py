@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from revzoo.graph.pareto import prune
+from revzoo.graph.pareto import find_best, thin
 from revzoo.graph.span_choices import Choices, Span, SpanOption
 
 _LONGEST_SPAN = 12  # leaves in a span of a nest
@@ -59,15 +59,14 @@ class _Place:
 def add_nests(sets: Sequence[Choices]) -> None:
     """Add nests to the options of a graph, for one or more sets of what is made again across spans."""
     first, measured = sets[0], dict[_Key, _Inner]()
-    for products in _list_rules(first):
-        spans = [_InnerSpans(choices, products, measured) for choices in sets]
-        for end in range(2, len(first.leaves)):
-            base: _Nests | None = None
-            for choices, inner in zip(sets, spans, strict=True):
-                nests = _Nests(choices, products, end, inner, base)
-                for border, option in nests.list_options():
-                    choices.options[choices.places[choices.leaves[border]]].append(option)
-                base = base or nests
+    spans = [[_InnerSpans(choices, products, measured) for choices in sets] for products in _list_rules(first)]
+    for end in range(2, len(first.leaves)):
+        before: list[_Nests] = []
+        for inner in (each for of_rule in spans for each in of_rule):
+            nests = _Nests(inner, end, before)
+            for border, option in nests.list_options():
+                inner.choices.options[inner.choices.places[inner.choices.leaves[border]]].append(option)
+            before.append(nests)
 
 
 def _list_rules(choices: Choices) -> Iterator[frozenset[int]]:
@@ -103,16 +102,17 @@ class _InnerSpans:
     """
 
     def __init__(self, choices: Choices, products: frozenset[int], measured: dict[_Key, _Inner]):
-        self._choices, self._products, self._measured = choices, products, measured
+        self.choices, self.products, self._measured = choices, products, measured
+        self.product_bits = sum(choices.bit[k] for k in products)
         self._known: dict[tuple[int, int], _Inner] = {}
 
     def find(self, border: int, following: int) -> _Inner:
         """Return the span between two leaves' borders."""
         inner = self._known.get((border, following))
         if inner is None:
-            choices = self._choices
+            choices = self.choices
             span = choices.find_inner(choices.leaves[border], choices.leaves[following])
-            stays = self._products.intersection(span.own) | (span.forced & choices.always)
+            stays = self.products.intersection(span.own) | (span.forced & choices.always)
             key = border, following, stays, span.forced - stays
             inner = self._measured.get(key)
             if inner is None:
@@ -137,23 +137,20 @@ class _Nests:
     """All nests that end at one border.
 
     Args:
-        choices: of the graph.
-        products: what they keep besides what crosses their ends.
-        end: the border, as a number.
         inner: their spans.
-        base: the nests for another set of what is made again. Their fronts are the same where no root is inside.
+        end: the border, as a number.
+        before: nests of other rules or for other sets of what is made again. Where products and roots are the same, fronts are.
     """
 
-    def __init__(
-        self, choices: Choices, products: frozenset[int], end: int, inner: _InnerSpans, base: "_Nests | None" = None
-    ):
-        self._choices, self._products, self._end, self._inner, self._base = choices, products, end, inner, base
+    def __init__(self, inner: _InnerSpans, end: int, before: Sequence["_Nests"]):
+        self._choices, self._inner, self._end = inner.choices, inner, end
+        self._before = list(before)
         self._fronts: dict[int, NDArray[np.int64]] = {end: np.zeros((6, 1), np.int64)}
 
     def list_options(self) -> Iterator[tuple[int, SpanOption]]:
         """Yield nests with the numbers of the borders where they begin."""
         choices, borders, end = self._choices, self._choices.leaves, self._end
-        storages = choices.record.storages
+        storages, products = choices.record.storages, self._inner.products
         wall = max((at for at in choices.record.walls if at < borders[end]), default=0)
         first = max(borders.index(wall), end - _LONGEST)
         nearest = range(max(first, end - _LONGEST_SPAN), end)
@@ -162,16 +159,18 @@ class _Nests:
         forward = _Forward(choices, borders[first], borders[end])
         for border in range(end - 1, first - 1, -1):
             own = [k for i in range(borders[border], borders[border + 1]) for k in choices.born[i]]
-            after += sum(choices.sizes[k] for k in own if k in self._products or storages[k].last_use >= borders[end])
-            front = self._fronts[border] = self._find_front(border, gradient + after)
-            forward.extend(own, self._products)
-            if border < end - 1:
+            after += sum(choices.sizes[k] for k in own if k in products or storages[k].last_use >= borders[end])
+            forward.extend(own, products)
+            alike = next((each for each in self._before if self._is_like(each, min(border, nearest.start))), None)
+            if alike is not None:
+                front = self._fronts[border] = alike._fronts[border]
+            else:
+                front = self._fronts[border] = self._find_front(border, gradient + after)
+            if border < end - 1 and (alike is None or alike._choices is not choices):
                 yield from self._list_nests(border, front, forward)
 
     def _find_front(self, border: int, base: int) -> NDArray[np.int64]:
         """Return rows of bytes, work, FLOPs, bytes made, next border and column there, for the spans from a border on."""
-        if self._base is not None and self._choices.is_alike(min(border, self._end - _LONGEST_SPAN), self._end):
-            return self._base._fronts[border]
         rows, fronts, before = [], [], 0
         for following in range(border + 1, min(border + _LONGEST_SPAN, self._end) + 1):
             inner, rest = self._inner.find(border, following), self._fronts[following]
@@ -188,12 +187,23 @@ class _Nests:
             before += size
         if not rows:
             return np.zeros((6, 0), np.int64)
-        *columns, sizes = np.array(rows, np.int64).T
-        need, kept, work, flops, made, next_border, before = np.repeat(np.stack(columns), sizes, axis=1)
-        rest = np.concatenate(fronts, axis=1)
-        places = np.arange(rest.shape[1]) - before
-        needs = np.maximum(need, kept + rest[0])
-        return prune(np.stack([needs, rest[1] + work, rest[2] + flops, rest[3] + made, next_border, places]), _POINTS)
+        table = np.array(rows, np.int64)
+        number = np.repeat(np.arange(len(rows)), table[:, -1])
+        rest, of_option = np.concatenate(fronts, axis=1), table.T[:, number]
+        need, work = np.maximum(of_option[0], of_option[1] + rest[0]), rest[1] + of_option[2]
+        best = find_best(need, work)
+        points, _ = thin(np.stack([need[best], work[best], best]), _POINTS)
+        best = points[2]
+        _, _, _, flops, made, following, before, _ = of_option[:, best]
+        return np.stack([points[0], points[1], rest[2, best] + flops, rest[3, best] + made, following, best - before])
+
+    def _is_like(self, other: "_Nests", border: int) -> bool:
+        """Return whether nests from a border on consist of the same spans."""
+        choices, leaves = self._choices, self._choices.leaves
+        start, end = choices.first[leaves[border]], choices.first[leaves[self._end]]
+        inside = (1 << end) - (1 << start)
+        differing = (self._inner.product_bits ^ other._inner.product_bits) & inside
+        return not differing and (other._choices is choices or choices.is_alike(border, self._end))
 
     def _list_nests(self, border: int, front: NDArray[np.int64], forward: "_Forward") -> Iterator[tuple[int, SpanOption]]:
         choices = self._choices

@@ -18,8 +18,14 @@ def find_best(size: NDArray[np.int64], work: NDArray[np.int64]) -> NDArray[np.in
     """Return the places of the points that no other beats in bytes and work, by rising bytes."""
     order = size.argsort(kind="stable")
     least = np.minimum.accumulate(work[order])
-    order = order[np.diff(least, prepend=np.iinfo(np.int64).max) < 0]
-    best: NDArray[np.int64] = order[np.diff(size[order], append=-1) != 0]  # of as many bytes, the last takes the least work
+    differs = np.ones(size.size, np.bool_)
+    np.less(least[1:], least[:-1], out=differs[1:])
+    order = order[differs]
+    sizes = size[order]
+    differs = differs[: order.size]
+    np.not_equal(sizes[1:], sizes[:-1], out=differs[:-1])  # of as many bytes, the last takes the least work
+    differs[-1:] = True
+    best: NDArray[np.int64] = order[differs]
     return best
 
 
