@@ -4,11 +4,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def prune(columns: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Return the columns that no other beats in bytes and work, by rising bytes; of very many, those far enough apart."""
-    return thin(list_best(columns), most)[0]
-
-
 def list_best(columns: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the columns that no other beats in bytes and work, by rising bytes."""
     return columns[:, find_best(columns[0], columns[1])]
