@@ -202,7 +202,8 @@ def describe_step(
         for i, (atom, flops, need) in enumerate(zip(step.atoms, step.flops, needed, strict=True))
     )
     if front is None:
-        points: tuple[FrontPoint, ...] = (FrontPoint(counted.peak_bytes + other_bytes, more_flops, None if times is None else 0.0),)
+        seconds = None if times is None else 0.0
+        points: tuple[FrontPoint, ...] = (FrontPoint(counted.peak_bytes + other_bytes, more_flops, seconds),)
     else:
         points = _list_front(front, other_bytes, more_flops, times)
     return PlanDetails(tuple(calls), tuple(phases), points, step.fixed_bytes + other_bytes)

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.fx import Node
 
+from revzoo.graph.equal_spans import add_spans
 from revzoo.graph.nesting import add_nests
 from revzoo.graph.pareto import find_best, list_best, thin
+from revzoo.graph.progress import Report, keep_silent
 from revzoo.graph.remaking import list_remade
 from revzoo.graph.span_choices import Choices, SpanOption
 from revzoo.graph.spans import Nest, Spans
@@ -22,11 +24,18 @@ from revzoo.graph.step_record import Record
 _POINTS = 4000  # of a front
 
 
-def find_front(record: Record, count_flops_only: bool = False, nanoseconds: Sequence[int] | None = None) -> "Front":
+def find_front(
+    record: Record,
+    count_flops_only: bool = False,
+    nanoseconds: Sequence[int] | None = None,
+    report: Report = keep_silent,
+) -> "Front":
     """Return the front of all plans of a recorded graph. Arguments are those of `Choices`."""
     choices = [Choices(record, count_flops_only, nanoseconds)]
-    choices += [Choices(record, count_flops_only, nanoseconds, each, choices[0]) for each in list_remade(choices[0])]
-    add_nests(choices)
+    choices += [Choices(record, count_flops_only, nanoseconds, remade) for remade in list_remade(choices[0])]
+    add_spans(choices, report)
+    add_nests(choices, report)
+    report("planning: sequences of spans")
     return Front(choices)
 
 

@@ -22,6 +22,7 @@ from revzoo.graph.capture import Capture, capture
 from revzoo.graph.counted_step import PlanDetails, SpannedStep, count_step, describe_step
 from revzoo.graph.front import Front, find_front
 from revzoo.graph.module_plan import GraphPlan, ModulePlan, set_schedules
+from revzoo.graph.progress import Report, keep_silent
 from revzoo.graph.spans import Spans
 from revzoo.graph.step_record import Record, record
 from revzoo.planning.budget import count_model_bytes, parse_budget
@@ -39,6 +40,7 @@ def plan_module(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     profile: bool = False,
+    report: Report = keep_silent,
 ) -> tuple[ModulePlan, PlanDetails]:
     """Return the plan with the least work whose counted peak is within the budget, and what its step does call by call.
 
@@ -51,6 +53,7 @@ def plan_module(
         loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
         profile: run the module's calls a few times on its device, and choose by their times instead of FLOPs and moved bytes;
             schedules of reversible chains in it are compared by FLOPs.
+        report: is told now and then what is being done, for a status line.
     Raises:
         InputError: a module, batch, optimizer or budget that cannot be used.
         BudgetError: no plan fits; names the smallest budget that would.
@@ -66,11 +69,12 @@ def plan_module(
     with preserve_schedules(module):
         for schedules in _list_schedules(module):
             set_schedules(module, schedules)
+            report("planning: capturing the graph")
             measured = measure_graphs(module, batch) if profile else None
             with _capture(module, batch, loss) as (captured, step):
                 base = base or step
                 times = None if measured is None else assign_times(measured, captured.calls)
-                planner = _Planner(captured, step, base, taken, loss, setting, schedules, times)
+                planner = _Planner(captured, step, base, taken, loss, setting, schedules, times, report)
                 try:
                     if (plan := planner.plan(budget)) is not None:
                         plans.append(plan)
@@ -172,6 +176,7 @@ class _Planner:
         setting: what plans hold for.
         schedules: of the chains in the module.
         times: of the calls; None where FLOPs are the price.
+        report: as for `plan_module`.
     """
 
     captured: Capture
@@ -182,6 +187,7 @@ class _Planner:
     setting: Setting
     schedules: Schedules
     times: CallTimes | None
+    report: Report
 
     def plan(self, budget: int | None) -> tuple[ModulePlan, PlanDetails] | None:
         """Return the plan for a budget; None if without one nothing takes at most one more forward.
@@ -212,7 +218,8 @@ class _Planner:
 
     @cached_property
     def front(self) -> Front:
-        return find_front(self.step, nanoseconds=None if self.times is None else self.times.in_nanoseconds()[0])
+        nanoseconds = None if self.times is None else self.times.in_nanoseconds()[0]
+        return find_front(self.step, nanoseconds=nanoseconds, report=self.report)
 
     @property
     def least_peak(self) -> int:
@@ -234,6 +241,7 @@ class _Planner:
         number = bisect_right(predicted, room) or 1
         while number:
             spans = self.front.make_spans(self.front.choose(predicted[number - 1]) or ())
+            self.report("planning: counting a step")
             counted = count_step(self.captured, spans, self.loss)
             peak = self._add_optimizer(counted.peak_bytes)
             if peak <= budget:

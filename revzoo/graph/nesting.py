@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from revzoo.graph.pareto import find_best, thin
+from revzoo.graph.progress import Report, keep_silent, walk
 from revzoo.graph.span_choices import Choices, Span, SpanOption
 
 _LONGEST_SPAN = 12  # leaves in a span of a nest
@@ -56,11 +57,11 @@ class _Place:
         return self.nests.list_spans(self.border, self.column)
 
 
-def add_nests(sets: Sequence[Choices]) -> None:
+def add_nests(sets: Sequence[Choices], report: Report = keep_silent) -> None:
     """Add nests to the options of a graph, for one or more sets of what is made again across spans."""
     first, measured = sets[0], dict[_Key, _Inner]()
     spans = [[_InnerSpans(choices, products, measured) for choices in sets] for products in _list_rules(first)]
-    for end in range(2, len(first.leaves)):
+    for end in walk(range(2, len(first.leaves)), "planning: nests of spans", report):
         before: list[_Nests] = []
         for inner in (each for of_rule in spans for each in of_rule):
             nests = _Nests(inner, end, before)
@@ -125,9 +126,7 @@ def _measure(span: Span, stays: frozenset[int], handed: frozenset[int]) -> _Inne
     kept = stays | handed
     _, flops, made, again = span.measure(kept)
     size = span.count_bytes(kept)
-    option = SpanOption(
-        span.start, span.end, tuple(sorted(kept)), size, span.peak_of_backward(kept, again), flops, made
-    )
+    option = SpanOption(span.start, span.end, tuple(sorted(kept)), size, span.peak_of_backward(kept, again), flops, made)
     _, flops, made, again = span.measure(stays, handed)
     run = span.peak_of_recovery(stays, again, handed)
     return _Inner(option, run, flops, made, span.find_gradients(stays))
@@ -174,14 +173,14 @@ class _Nests:
         rows, fronts, before = [], [], 0
         for following in range(border + 1, min(border + _LONGEST_SPAN, self._end) + 1):
             inner, rest = self._inner.find(border, following), self._fronts[following]
-            option, size = inner.option, rest.shape[1]
+            option, size, kept = inner.option, rest.shape[1], inner.option.kept_bytes
+            need, flops, made = option.need_bytes, option.flops, option.made
             if following < self._end:
-                need, flops, made = max(option.need_bytes, base + inner.run_bytes), option.flops + inner.flops, option.made + inner.made
-                kept = option.kept_bytes
+                need, flops, made = max(need, base + inner.run_bytes), flops + inner.flops, made + inner.made
             elif inner.gradient_bytes < 0:
                 continue
             else:
-                need, flops, made, kept = option.need_bytes, option.flops, option.made, 0
+                kept = 0
             rows.append((need, kept, self._choices.price(flops, made), flops, made, following, before, size))
             fronts.append(rest)
             before += size

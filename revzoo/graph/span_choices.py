@@ -3,11 +3,11 @@
 A span is a run of atoms between two borders. Long spans begin and end after products (matrix products, convolutions) and sums;
 the atoms between two such places are a leaf. Short spans may begin and end after any atom, which matters where the largest
 tensors are. What crosses a border is kept, unless later spans make it again (`remaking.py`). A span may keep some of its other
-tensors; the rest is recovered when backward first asks for some of it, by running the atoms again that are needed. `front.py`
-finds the cheapest sequence of spans.
+tensors; the rest is recovered when backward first asks for some of it, by running the atoms again that are needed.
+`equal_spans.py` goes through all spans, and `front.py` finds the cheapest sequence of them.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from revzoo.analysis.flops import FLOPS_PER_BYTE
 from revzoo.graph.step_record import Record, find_first
 
-_LONGEST = 24  # leaves in a span
-_LONGEST_INSIDE = 6  # leaves that a span overlaps, where it begins or ends inside one
 _SUBSETS = 8  # of what a span may keep
 
 
@@ -75,42 +73,9 @@ NOTHING = Remade({}, frozenset())
 Shape = tuple[tuple[int, ...], int, int, int | None, int, int]
 """What a span may keep, wherever it is in the graph.
 
-Places of the kept storages among its own, their bytes, the peak of forward, that of backward above the gradients before it (None:
-it has none), FLOPs, and `made` of a `SpanOption`.
+Places of the kept storages among its own, their bytes, the peak of forward, that of backward above the gradients before it
+(None: it has none), FLOPs, and `made` of a `SpanOption`.
 """
-_Key = tuple[tuple[int, ...], bytes, int, int]
-
-
-class _EqualSpans:
-    """Measured spans by what they consist of: those of repeated blocks are equal.
-
-    Attributes:
-        known: what spans may keep.
-    """
-
-    def __init__(self) -> None:
-        self.known: dict[_Key, list[Shape]] = {}
-        self._numbers: dict[object, int] = {}
-
-    def classify(self, choices: "Choices") -> list[int]:
-        """Return a number for every atom; spans of atoms with the same numbers are equal but for the gradients around them."""
-        record, place = choices.record, {k: at for at, k in enumerate(choices.order)}
-        far = max(later - at for at, later in zip(choices.leaves, [*choices.leaves[_LONGEST + 1 :], *choices.leaves[-1:]], strict=False))
-        numbers, last_asked = [], 0
-        for i, asked in enumerate(record.first_unpack):
-            since = asked - last_asked if asked >= 0 else None
-            last_asked = asked if asked >= 0 else last_asked
-            storages = []
-            for k in choices.born[i]:
-                each = record.storages[k]
-                times = tuple(at - last_asked if at >= 0 else None for at in (each.unpacked, each.released))
-                is_kept = each.is_small, k in choices.always
-                storages.append((each.bytes, each.maker is None, min(each.last_use - i, far), bool(each.saved_by), *times, *is_kept))
-            near = [k for k in choices.reads[i] if i - record.storages[k].born < far]
-            reads = tuple((i - record.storages[k].born, place[k] - choices.first[record.storages[k].born]) for k in near)
-            own = record.flops[i], choices.made[i], record.inner_bytes[i], record.copied_bytes[i], since
-            numbers.append(self._numbers.setdefault((own, tuple(storages), reads), len(self._numbers)))
-        return numbers
 
 
 class Choices:
@@ -121,7 +86,6 @@ class Choices:
         count_flops_only: whether norms and activations are free, as in published figures.
         nanoseconds: of every atom's forward, where they were measured. Then time is the price.
         remade: what crosses spans and is made again.
-        base: the same with nothing remade; what is equal there is not measured again.
     """
 
     def __init__(
@@ -130,7 +94,6 @@ class Choices:
         count_flops_only: bool = False,
         nanoseconds: Sequence[int] | None = None,
         remade: Remade = NOTHING,
-        base: "Choices | None" = None,
     ):
         self.record, self.remade = record, remade
         self._prices = (1, 0 if count_flops_only else FLOPS_PER_BYTE) if nanoseconds is None else (0, 1)
@@ -164,53 +127,13 @@ class Choices:
         self._inner: dict[tuple[int, int], Span] = {}
         self._roots = sorted(record.storages[k].born for k in remade.roots)
         self._remaking = [0, *accumulate(self._list_remaking())]
-        self.spans: _EqualSpans = _EqualSpans() if base is None else base.spans
-        self._classes = self.spans.classify(self)
-        self.options: list[list[SpanOption]] = [list(self._list_options(i)) for i in range(len(self.borders) - 1)]
+        self.options: list[list[SpanOption]] = [[] for _ in self.borders[1:]]
 
     def _list_leaves(self) -> list[int]:
         """Return the borders of leaves."""
         record = self.record
         inside = [i + 1 for i in range(len(record.atoms) - 1) if record.flops[i] or (len(self.reads[i]) > 1 and self.born[i])]
         return sorted({0, *inside, *record.walls, len(record.atoms)})
-
-    def _list_options(self, border: int) -> Iterator[SpanOption]:
-        start, leaves = self.borders[border], self.leaves
-        first = bisect_right(leaves, start)
-        for end in self.borders[border + 1 :]:
-            overlapped = bisect_left(leaves, end) - first + 1
-            if overlapped > _LONGEST:
-                break
-            if overlapped <= _LONGEST_INSIDE or (leaves[first - 1] == start and leaves[first - 1 + overlapped] == end):
-                yield from self._list_options_of(start, end)
-            if end in self.record.walls:
-                break
-
-    def _list_options_of(self, start: int, end: int) -> Iterator[SpanOption]:
-        begin, until = self.find_backward(start, end)
-        offset = int(self.gradient[max(0, begin - 1)])
-        shapes = key = None
-        if not self.remakes(start, end):
-            gradient = self.gradient[max(0, begin - 1) : until + 1] - offset
-            following = max(-1, self.following[start] - begin)
-            key = tuple(self._classes[start:end]), gradient.tobytes(), following, min(begin, 1)
-            shapes = self.spans.known.get(key)
-        if shapes is None:
-            shapes = list(Span(self, start, end).list_shapes(offset))
-            if key is not None:
-                self.spans.known[key] = shapes
-        first, order = self.first[start], self.order
-        for places, size, forward, backward, flops, made in shapes:
-            need = forward if backward is None else max(forward, offset + backward)
-            yield SpanOption(start, end, tuple(sorted([order[first + at] for at in places])), size, need, flops, made)
-
-    def find_backward(self, start: int, end: int) -> tuple[int, int]:
-        """Return where backward first asks for what these atoms save, and where it has no more use for what they make."""
-        storages = self.record.storages
-        asked = [at for at in self.record.first_unpack[start:end] if at >= 0]
-        begin = min(asked, default=0)
-        released = (storages[k].released for k in self.order[self.first[start] : self.first[end]])
-        return begin, max(begin, self.following[start] - 1, max(released, default=-1))
 
     def remakes(self, start: int, end: int) -> bool:
         """Return whether some atoms make, read or pass what is made again across spans."""
