@@ -118,11 +118,13 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
     from revzoo.graph.named_module import create_named_module
     from revzoo.graph.plan_table import tabulate_module_plan
 
-    with show_status("planning"):
+    with show_status("planning") as report:
         torch.manual_seed(0)
         module, batch = create_named_module(name, arguments.batch)
         optimizer = create_optimizer(arguments.optimizer, module)
-        plan, details = plan_module(module, batch, arguments.budget, optimizer=optimizer, profile=arguments.profile)
+        plan, details = plan_module(
+            module, batch, arguments.budget, optimizer=optimizer, profile=arguments.profile, report=report
+        )
     if arguments.plot is not None:
         from revzoo.graph.plan_figure import plot_module_plan
 

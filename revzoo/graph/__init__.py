@@ -2,7 +2,8 @@
 
     expansion -> atoms -> capture           torch.compile's graphs of a forward, in pieces that can run again by themselves
     step_record                             one training step in FakeTensors: what it allocates, saves and computes
-    span_choices, nesting, remaking         what may be kept, and which pieces are made again together
+    span_choices -> equal_spans, nesting    what may be kept, and which pieces are made again together
+    remaking                                what several of them make again
     front -> module_planner                 the least work for every budget; the plan is counted before its peak is promised
     counted_step, call_times                what a planned step does; how long its pieces take
     module_plan                             a plan, saved and applied

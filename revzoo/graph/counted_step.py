@@ -108,7 +108,7 @@ class PlanDetails:
     Args:
         calls: of the graph, in order.
         phases: of the step, in order.
-        front: plans for other budgets, by rising peak; the last stores everything.
+        front: plans for other budgets, by rising peak; the last stores everything. Where everything fits, it is the only one.
         fixed_bytes: weights, buffers, batch and optimizer state.
     """
 
@@ -168,14 +168,14 @@ def count_step(captured: Capture, spans: Spans, loss: LossFunction | None = None
 
 
 def describe_step(
-    counted: SpannedStep, step: Record, front: Front, *, other_bytes: int, more_flops: int, times: CallTimes | None
+    counted: SpannedStep, step: Record, front: Front | None, *, other_bytes: int, more_flops: int, times: CallTimes | None
 ) -> PlanDetails:
     """Return the phases and calls of a counted step, and peak and work of the plans for other budgets.
 
     Args:
         counted: with the chosen spans.
         step: the record of the module.
-        front: peak and work of the best plan for each budget.
+        front: peak and work of the best plan for each budget; None where nothing was searched.
         other_bytes: alive during the whole step, besides what the record knows.
         more_flops: of storing everything here than where chains store too.
         times: of the calls.
@@ -201,9 +201,12 @@ def describe_step(
         CallDetails(atom.name, flops, kept := counted.kept.get(i, 0), max(0, need - kept), reruns.count(i))
         for i, (atom, flops, need) in enumerate(zip(step.atoms, step.flops, needed, strict=True))
     )
-    return PlanDetails(
-        tuple(calls), tuple(phases), _list_front(front, other_bytes, more_flops, times), step.fixed_bytes + other_bytes
-    )
+    if front is None:
+        seconds = None if times is None else 0.0
+        points: tuple[FrontPoint, ...] = (FrontPoint(counted.peak_bytes + other_bytes, more_flops, seconds),)
+    else:
+        points = _list_front(front, other_bytes, more_flops, times)
+    return PlanDetails(tuple(calls), tuple(phases), points, step.fixed_bytes + other_bytes)
 
 
 def _list_front(front: Front, other_bytes: int, more_flops: int, times: CallTimes | None) -> tuple[FrontPoint, ...]:

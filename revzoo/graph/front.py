@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.fx import Node
 
+from revzoo.graph.equal_spans import add_spans
 from revzoo.graph.nesting import add_nests
-from revzoo.graph.pareto import list_best, thin
+from revzoo.graph.pareto import find_best, list_best, thin
+from revzoo.graph.progress import Report, keep_silent
 from revzoo.graph.remaking import list_remade
 from revzoo.graph.span_choices import Choices, SpanOption
 from revzoo.graph.spans import Nest, Spans
@@ -22,12 +24,18 @@ from revzoo.graph.step_record import Record
 _POINTS = 4000  # of a front
 
 
-def find_front(record: Record, count_flops_only: bool = False, nanoseconds: Sequence[int] | None = None) -> "Front":
+def find_front(
+    record: Record,
+    count_flops_only: bool = False,
+    nanoseconds: Sequence[int] | None = None,
+    report: Report = keep_silent,
+) -> "Front":
     """Return the front of all plans of a recorded graph. Arguments are those of `Choices`."""
     choices = [Choices(record, count_flops_only, nanoseconds)]
     choices += [Choices(record, count_flops_only, nanoseconds, remade) for remade in list_remade(choices[0])]
-    for each in choices:
-        add_nests(each)
+    add_spans(choices, report)
+    add_nests(choices, report)
+    report("planning: sequences of spans")
     return Front(choices)
 
 
@@ -115,18 +123,13 @@ class _Sequences:
     def __init__(self, choices: Choices):
         self._choices = choices
         borders = choices.borders
-        place = {at: i for i, at in enumerate(borders)}
         end = np.array([[choices.record.loss_bytes], [0], [0], [0]], np.int64)
         fronts: list[NDArray[np.int64]] = [end]
         self.lost_work = 0
         for options in reversed(choices.options):
-            columns = []
-            for number, option in enumerate(options):
-                rest = fronts[len(borders) - 1 - place[option.end]]
-                cost = choices.price(option.flops, option.made)
-                need = np.maximum(option.need_bytes, option.kept_bytes + rest[0])
-                columns.append(np.stack([need, rest[1] + cost, np.full_like(need, number), np.arange(need.size)]))
-            front, lost = thin(list_best(np.concatenate(columns, axis=1)), _POINTS)
+            options[:] = _list_undominated(choices, options)
+            rests = [fronts[len(borders) - 1 - choices.places[option.end]] for option in options]
+            front, lost = thin(_extend(options, rests, [choices.price(o.flops, o.made) for o in options]), _POINTS)
             fronts.append(front)
             self.lost_work += lost
         self.fronts = fronts[::-1]
@@ -138,5 +141,47 @@ class _Sequences:
             _, _, number, following = self.fronts[border][:, column]
             option = self._choices.options[border][number]
             chosen.append(option)
-            border, column = self._choices.borders.index(option.end), int(following)
+            border, column = self._choices.places[option.end], int(following)
         return chosen
+
+
+def _list_undominated(choices: Choices, options: Sequence[SpanOption]) -> list[SpanOption]:
+    """Return the options that no other with the same end beats, whatever follows: few are left of those of nests."""
+    by_end: dict[int, list[tuple[int, int, int, int]]] = {}
+    for i, option in enumerate(options):
+        row = option.kept_bytes, option.need_bytes, choices.price(option.flops, option.made), i
+        by_end.setdefault(option.end, []).append(row)
+    left: list[int] = []
+    for rows in by_end.values():
+        best: list[tuple[int, int, int, int]] = []
+        for row in sorted(rows):
+            _, need, work, _ = row
+            if not any(other[1] <= need and other[2] <= work for other in best):
+                best.append(row)
+        left += [row[-1] for row in best]
+    return [options[i] for i in sorted(left)]
+
+
+def _extend(options: Sequence[SpanOption], rests: Sequence[NDArray[np.int64]], prices: Sequence[int]) -> NDArray[np.int64]:
+    """Return the front of sequences that begin with one of the options.
+
+    Args:
+        options: the spans.
+        rests: for each option the front from its end on.
+        prices: of the options.
+    """
+    needs, works, firsts = [], [], []
+    for option, rest, price in zip(options, rests, prices, strict=True):
+        # Of those that need less than the option itself, the last takes the least work.
+        first = max(0, int(rest[0].searchsorted(option.need_bytes - option.kept_bytes, "right")) - 1)
+        need = rest[0, first:] + option.kept_bytes
+        need[0] = max(need[0], option.need_bytes)
+        needs.append(need)
+        works.append(rest[1, first:] + price)
+        firsts.append(first)
+    need, work = np.concatenate(needs), np.concatenate(works)
+    order = find_best(need, work)
+    ends = np.cumsum([each.size for each in needs])
+    number = ends.searchsorted(order, "right")
+    begins = ends - [each.size for each in needs] - firsts
+    return np.stack([need[order], work[order], number, order - begins[number]])

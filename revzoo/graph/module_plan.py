@@ -111,7 +111,7 @@ class ModulePlan:
         budget_bytes: limit that the peak had to stay within.
         extra_flops: of one forward and backward, beyond those of storing everything.
         total_flops: of one forward and backward that stores everything.
-        min_peak_bytes: the smallest peak that was found.
+        min_peak_bytes: the smallest peak that was found; None where everything fits, so that nothing was searched.
         no_recompute_peak_bytes: peak of storing everything.
         setting: module, batch, dtype and device that the plan holds for.
         notes: remarks for the reader.
@@ -126,7 +126,7 @@ class ModulePlan:
     budget_bytes: int
     extra_flops: int
     total_flops: int
-    min_peak_bytes: int
+    min_peak_bytes: int | None
     no_recompute_peak_bytes: int
     setting: Setting
     notes: tuple[str, ...] = ()
@@ -193,10 +193,11 @@ class ModulePlan:
     def __str__(self) -> str:
         spans, calls, kept = (sum(len(getattr(graph, name)) for graph in self.graphs) for name in ("ends", "atoms", "kept"))
         work = f"{spans} spans of {calls} calls, {kept} results kept; {self.describe_work()}"
+        least = "" if self.min_peak_bytes is None else f", at least {format_bytes(self.min_peak_bytes)}"
         lines = [
             f"{self.setting.model}, {self.setting.describe()}",
             f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
-            f"(all stored {format_bytes(self.no_recompute_peak_bytes)}, at least {format_bytes(self.min_peak_bytes)})",
+            f"(all stored {format_bytes(self.no_recompute_peak_bytes)}{least})",
             work if self.drops_something else "everything stored",
             *self.notes,
         ]

@@ -22,6 +22,7 @@ from revzoo.graph.capture import Capture, capture
 from revzoo.graph.counted_step import PlanDetails, SpannedStep, count_step, describe_step
 from revzoo.graph.front import Front, find_front
 from revzoo.graph.module_plan import GraphPlan, ModulePlan, set_schedules
+from revzoo.graph.progress import Report, keep_silent
 from revzoo.graph.refusal import describe_backward_hooks
 from revzoo.graph.spans import Spans
 from revzoo.graph.step_record import Record, record
@@ -40,6 +41,7 @@ def plan_module(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     profile: bool = False,
+    report: Report = keep_silent,
 ) -> tuple[ModulePlan, PlanDetails]:
     """Return the plan with the least work whose counted peak is within the budget, and what its step does call by call.
 
@@ -52,6 +54,7 @@ def plan_module(
         loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
         profile: run the module's calls a few times on its device, and choose by their times instead of FLOPs and moved bytes;
             schedules of reversible chains in it are compared by FLOPs.
+        report: is told now and then what is being done, for a status line.
     Raises:
         InputError: a module, batch, optimizer or budget that cannot be used.
         BudgetError: no plan fits; names the smallest budget that would.
@@ -67,21 +70,24 @@ def plan_module(
     with preserve_schedules(module):
         for schedules in _list_schedules(module):
             set_schedules(module, schedules)
+            report("planning: capturing the graph")
             measured = measure_graphs(module, batch) if profile else None
             with _capture(module, batch, loss) as (captured, step):
                 base = base or step
                 times = None if measured is None else assign_times(measured, captured.calls)
-                planner = _Planner(captured, step, base, taken, loss, setting, schedules, times)
+                planner = _Planner(captured, step, base, taken, loss, setting, schedules, times, report)
                 try:
                     if (plan := planner.plan(budget)) is not None:
                         plans.append(plan)
                 except BudgetError as error:
                     refusals.append((planner.least_peak, error))
+            if budget is not None and step is base and planner.stored_peak <= budget:
+                break  # nothing takes less work
     if not plans:
         raise min(refusals, key=lambda each: each[0])[1]
     best, details = min(plans, key=lambda each: each[0].peak_bytes if budget is None else each[0].extra_flops)
-    least = min([*(each.min_peak_bytes for each, _ in plans), *(least for least, _ in refusals)])
-    return replace(best, min_peak_bytes=least), details
+    peaks = [*(each.min_peak_bytes or each.peak_bytes for each, _ in plans), *(least for least, _ in refusals)]
+    return replace(best, min_peak_bytes=min(peaks)) if len(peaks) > 1 else best, details
 
 
 def reforward(
@@ -171,6 +177,7 @@ class _Planner:
         setting: what plans hold for.
         schedules: of the chains in the module.
         times: of the calls; None where FLOPs are the price.
+        report: as for `plan_module`.
     """
 
     captured: Capture
@@ -181,6 +188,7 @@ class _Planner:
     setting: Setting
     schedules: Schedules
     times: CallTimes | None
+    report: Report
 
     def plan(self, budget: int | None) -> tuple[ModulePlan, PlanDetails] | None:
         """Return the plan for a budget; None if without one nothing takes at most one more forward.
@@ -194,20 +202,25 @@ class _Planner:
                 return None
             spans = self.front.make_spans(self.front.choose_least(most_flops))
             counted = count_step(self.captured, spans, self.loss)
-            return self._make_plan(spans, counted, self._add_optimizer(counted.peak_bytes))
-        stored_peak = self._add_optimizer(self.step.peak_bytes)
-        if stored_peak > budget:
-            return self._make_plan(*self._fit(budget), budget)
+            return self._make_plan(spans, counted, self._add_optimizer(counted.peak_bytes), self.front)
+        if self.stored_peak > budget:
+            return self._make_plan(*self._fit(budget), budget, self.front)
         atoms = self.step.atoms
         stored = replace(Spans.keep_all(atoms), ends=[*self.step.walls, len(atoms)])
         counted = count_step(self.captured, stored, self.loss)
-        notes = [f"Everything is stored: the budget is above the {format_bytes(stored_peak)} that this takes."]
+        notes = [f"Everything is stored: the budget is above the {format_bytes(self.stored_peak)} that this takes."]
         nothing = Spans(atoms, (), frozenset(), frozenset())  # is recovered
-        return self._make_plan(nothing, counted, budget, notes if self.base is self.step else [])
+        return self._make_plan(nothing, counted, budget, None, notes if self.base is self.step else [])
+
+    @property
+    def stored_peak(self) -> int:
+        """The peak of storing everything, but for chains whose schedules do not."""
+        return self._add_optimizer(self.step.peak_bytes)
 
     @cached_property
     def front(self) -> Front:
-        return find_front(self.step, nanoseconds=None if self.times is None else self.times.in_nanoseconds()[0])
+        nanoseconds = None if self.times is None else self.times.in_nanoseconds()[0]
+        return find_front(self.step, nanoseconds=nanoseconds, report=self.report)
 
     @property
     def least_peak(self) -> int:
@@ -229,6 +242,7 @@ class _Planner:
         number = bisect_right(predicted, room) or 1
         while number:
             spans = self.front.make_spans(self.front.choose(predicted[number - 1]) or ())
+            self.report("planning: counting a step")
             counted = count_step(self.captured, spans, self.loss)
             peak = self._add_optimizer(counted.peak_bytes)
             if peak <= budget:
@@ -247,8 +261,9 @@ class _Planner:
         )
 
     def _make_plan(
-        self, spans: Spans, counted: SpannedStep, budget: int, notes: Sequence[str] = ()
+        self, spans: Spans, counted: SpannedStep, budget: int, front: Front | None, notes: Sequence[str] = ()
     ) -> tuple[ModulePlan, PlanDetails]:
+        """Return a plan and its details; without a front, nothing was searched."""
         peak, more_flops = self._add_optimizer(counted.peak_bytes), self.step.total_flops - self.base.total_flops
         seconds = stored_seconds = spread = None
         if self.times is not None and self.base is self.step:
@@ -261,18 +276,18 @@ class _Planner:
             budget_bytes=budget,
             extra_flops=counted.flops - self.base.total_flops,
             total_flops=self.base.total_flops,
-            min_peak_bytes=min(self.least_peak, peak),
+            min_peak_bytes=None if front is None else min(self.least_peak, peak),
             no_recompute_peak_bytes=self._add_optimizer(self.base.peak_bytes),
             setting=self.setting,
-            notes=(*notes, *self._describe()),
+            notes=(*notes, *self._describe(front)),
             seconds=seconds,
             stored_seconds=stored_seconds,
             spread=spread,
         )
         state = self.optimizer.state
-        return plan, describe_step(counted, self.step, self.front, other_bytes=state, more_flops=more_flops, times=self.times)
+        return plan, describe_step(counted, self.step, front, other_bytes=state, more_flops=more_flops, times=self.times)
 
-    def _describe(self) -> Iterator[str]:
+    def _describe(self, front: Front | None) -> Iterator[str]:
         """Yield what a reader of a plan should know of the module and its search."""
         yield from self.captured.notes
         for path, modes in self.schedules.items():
@@ -280,7 +295,7 @@ class _Planner:
                 parts = join_names([f"{count} {mode}" for mode, count in counts.items()])
                 yield f"Of the {len(modes)} units of {path}, {parts}."
         yield from self._describe_graphs()
-        if lost := self.front.lost_work:
+        if front is not None and (lost := front.lost_work):
             whole, what = (self.step.total_flops, "FLOPs") if self.times is None else (self.times.step.seconds * 1e9, "time")
             yield (
                 "Plans were too many to compare them all: one of those left out may take less work, by at most "

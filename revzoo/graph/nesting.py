@@ -8,14 +8,15 @@ The spans inside are found as those of the whole graph are, from the last border
 end. What a nest keeps of its products follows one rule for the whole graph: those with the most work per byte.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from revzoo.graph.pareto import prune
+from revzoo.graph.pareto import find_best, thin
+from revzoo.graph.progress import Report, keep_silent, walk
 from revzoo.graph.span_choices import Choices, Span, SpanOption
 
 _LONGEST_SPAN = 12  # leaves in a span of a nest
@@ -56,14 +57,17 @@ class _Place:
         return self.nests.list_spans(self.border, self.column)
 
 
-def add_nests(choices: Choices) -> None:
-    """Add nests to the options of a graph."""
-    for products in _list_rules(choices):
-        inner: dict[tuple[int, int], _Inner] = {}
-        for end in range(2, len(choices.leaves)):
-            nests = _Nests(choices, products, end, inner)
+def add_nests(sets: Sequence[Choices], report: Report = keep_silent) -> None:
+    """Add nests to the options of a graph, for one or more sets of what is made again across spans."""
+    first, measured = sets[0], dict[_Key, _Inner]()
+    spans = [[_InnerSpans(choices, products, measured) for choices in sets] for products in _list_rules(first)]
+    for end in walk(range(2, len(first.leaves)), "planning: nests of spans", report):
+        before: list[_Nests] = []
+        for inner in (each for of_rule in spans for each in of_rule):
+            nests = _Nests(inner, end, before)
             for border, option in nests.list_options():
-                choices.options[choices.borders.index(choices.leaves[border])].append(option)
+                inner.choices.options[inner.choices.places[inner.choices.leaves[border]]].append(option)
+            before.append(nests)
 
 
 def _list_rules(choices: Choices) -> Iterator[frozenset[int]]:
@@ -86,90 +90,173 @@ def _list_rules(choices: Choices) -> Iterator[frozenset[int]]:
             rule = size * _RULES // max(1, total) + 1
 
 
-class _Nests:
-    """All nests that end at one border."""
+_Key = tuple[int, int, frozenset[int], frozenset[int]]
 
-    def __init__(self, choices: Choices, products: frozenset[int], end: int, inner: dict[tuple[int, int], _Inner]):
-        self._choices, self._products, self._end, self._inner = choices, products, end, inner
+
+class _InnerSpans:
+    """The spans in nests of one rule.
+
+    Args:
+        choices: of the graph.
+        products: the rule: what nests keep.
+        measured: those that were measured, by borders, what stays and what is handed. Most are the same for several rules.
+    """
+
+    def __init__(self, choices: Choices, products: frozenset[int], measured: dict[_Key, _Inner]):
+        self.choices, self.products, self._measured = choices, products, measured
+        self.product_bits = sum(choices.bit[k] for k in products)
+        self._known: dict[tuple[int, int], _Inner] = {}
+
+    def find(self, border: int, following: int) -> _Inner:
+        """Return the span between two leaves' borders."""
+        inner = self._known.get((border, following))
+        if inner is None:
+            choices = self.choices
+            span = choices.find_inner(choices.leaves[border], choices.leaves[following])
+            stays = self.products.intersection(span.own) | (span.forced & choices.always)
+            key = border, following, stays, span.forced - stays
+            inner = self._measured.get(key)
+            if inner is None:
+                inner = self._measured[key] = _measure(span, stays, span.forced - stays)
+            self._known[border, following] = inner
+        return inner
+
+
+def _measure(span: Span, stays: frozenset[int], handed: frozenset[int]) -> _Inner:
+    kept = stays | handed
+    _, flops, made, again = span.measure(kept)
+    size = span.count_bytes(kept)
+    option = SpanOption(span.start, span.end, tuple(sorted(kept)), size, span.peak_of_backward(kept, again), flops, made)
+    _, flops, made, again = span.measure(stays, handed)
+    run = span.peak_of_recovery(stays, again, handed)
+    return _Inner(option, run, flops, made, span.find_gradients(stays))
+
+
+class _Nests:
+    """All nests that end at one border.
+
+    Args:
+        inner: their spans.
+        end: the border, as a number.
+        before: nests of other rules or for other sets of what is made again. Where products and roots are the same, fronts are.
+    """
+
+    def __init__(self, inner: _InnerSpans, end: int, before: Sequence["_Nests"]):
+        self._choices, self._inner, self._end = inner.choices, inner, end
+        self._before = list(before)
         self._fronts: dict[int, NDArray[np.int64]] = {end: np.zeros((6, 1), np.int64)}
 
     def list_options(self) -> Iterator[tuple[int, SpanOption]]:
         """Yield nests with the numbers of the borders where they begin."""
         choices, borders, end = self._choices, self._choices.leaves, self._end
-        storages = choices.record.storages
+        storages, products = choices.record.storages, self._inner.products
         wall = max((at for at in choices.record.walls if at < borders[end]), default=0)
         first = max(borders.index(wall), end - _LONGEST)
-        gradient = max((self._find(i, end).gradient_bytes for i in range(max(first, end - _LONGEST_SPAN), end)), default=0)
+        nearest = range(max(first, end - _LONGEST_SPAN), end)
+        gradient = max((self._inner.find(i, end).gradient_bytes for i in nearest), default=0)
         after = 0  # what the nest keeps of the spans from a border on
+        forward = _Forward(choices, borders[first], borders[end])
         for border in range(end - 1, first - 1, -1):
-            inside = range(borders[border], borders[border + 1])
-            own = [k for i in inside for k in choices.born[i]]
-            after += sum(choices.sizes[k] for k in own if k in self._products or storages[k].last_use >= borders[end])
-            front = self._fronts[border] = self._find_front(border, gradient + after)
-            if border < end - 1:
-                yield from self._list_nests(border, front)
+            own = [k for i in range(borders[border], borders[border + 1]) for k in choices.born[i]]
+            after += sum(choices.sizes[k] for k in own if k in products or storages[k].last_use >= borders[end])
+            forward.extend(own, products)
+            alike = next((each for each in self._before if self._is_like(each, min(border, nearest.start))), None)
+            if alike is not None:
+                front = self._fronts[border] = alike._fronts[border]
+            else:
+                front = self._fronts[border] = self._find_front(border, gradient + after)
+            if border < end - 1 and (alike is None or alike._choices is not choices):
+                yield from self._list_nests(border, front, forward)
 
     def _find_front(self, border: int, base: int) -> NDArray[np.int64]:
         """Return rows of bytes, work, FLOPs, bytes made, next border and column there, for the spans from a border on."""
-        columns = [np.zeros((6, 0), np.int64)]
-        price = self._choices.price
+        rows, fronts, before = [], [], 0
         for following in range(border + 1, min(border + _LONGEST_SPAN, self._end) + 1):
-            inner = self._find(border, following)
-            option, rest = inner.option, self._fronts[following]
-            flops, made, need = option.flops, option.made, option.need_bytes
-            if following == self._end:
-                if inner.gradient_bytes < 0:
-                    continue
+            inner, rest = self._inner.find(border, following), self._fronts[following]
+            option, size, kept = inner.option, rest.shape[1], inner.option.kept_bytes
+            need, flops, made = option.need_bytes, option.flops, option.made
+            if following < self._end:
+                need, flops, made = max(need, base + inner.run_bytes), flops + inner.flops, made + inner.made
+            elif inner.gradient_bytes < 0:
+                continue
             else:
-                flops, made = flops + inner.flops, made + inner.made
-                need = max(need, base + inner.run_bytes)
-            needs = np.maximum(need, option.kept_bytes + rest[0]) if following < self._end else np.array([need])
-            full = np.full_like(needs, following)
-            columns.append(
-                np.stack([needs, rest[1] + price(flops, made), rest[2] + flops, rest[3] + made, full, np.arange(needs.size)])
-            )
-        return prune(np.concatenate(columns, axis=1), _POINTS)
+                kept = 0
+            rows.append((need, kept, self._choices.price(flops, made), flops, made, following, before, size))
+            fronts.append(rest)
+            before += size
+        if not rows:
+            return np.zeros((6, 0), np.int64)
+        table = np.array(rows, np.int64)
+        number = np.repeat(np.arange(len(rows)), table[:, -1])
+        rest, of_option = np.concatenate(fronts, axis=1), table.T[:, number]
+        need, work = np.maximum(of_option[0], of_option[1] + rest[0]), rest[1] + of_option[2]
+        best = find_best(need, work)
+        points, _ = thin(np.stack([need[best], work[best], best]), _POINTS)
+        best = points[2]
+        _, _, _, flops, made, following, before, _ = of_option[:, best]
+        return np.stack([points[0], points[1], rest[2, best] + flops, rest[3, best] + made, following, best - before])
 
-    def _list_nests(self, border: int, front: NDArray[np.int64]) -> Iterator[tuple[int, SpanOption]]:
+    def _is_like(self, other: "_Nests", border: int) -> bool:
+        """Return whether nests from a border on consist of the same spans."""
+        choices, leaves = self._choices, self._choices.leaves
+        start, end = choices.first[leaves[border]], choices.first[leaves[self._end]]
+        inside = (1 << end) - (1 << start)
+        differing = (self._inner.product_bits ^ other._inner.product_bits) & inside
+        return not differing and (other._choices is choices or choices.is_alike(border, self._end))
+
+    def _list_nests(self, border: int, front: NDArray[np.int64], forward: "_Forward") -> Iterator[tuple[int, SpanOption]]:
         choices = self._choices
         start, end = choices.leaves[border], choices.leaves[self._end]
-        columns = [c for c in range(front.shape[1]) if front[4, c] < self._end]
+        columns = np.flatnonzero(front[4] < self._end).tolist()
         if not columns or choices.remakes_across(start, end):
             return
-        span = Span(choices, start, end)
-        kept = span.forced | self._products.intersection(span.own)
-        size = sum(choices.sizes[k] for k in kept)
-        forward = span.peak_of_forward(kept)
-        for c in sorted({columns[i] for i in np.linspace(0, len(columns) - 1, _NESTS).round().astype(int)}):
-            need, _, flops, made = (int(each) for each in front[:4, c])
+        kept, size, highest = tuple(sorted(forward.kept)), forward.kept_bytes, forward.find_peak(start)
+        last = len(columns) - 1
+        for c in sorted({columns[round(i * last / (_NESTS - 1))] for i in range(_NESTS)}):
+            need, _, flops, made = front[:4, c].tolist()
             place = _Place(self, border, c)
-            yield border, SpanOption(start, end, tuple(sorted(kept)), size, max(forward, need), flops, made, place)
-
-    def _find(self, border: int, following: int) -> _Inner:
-        inner = self._inner.get((border, following))
-        if inner is None:
-            inner = self._inner[border, following] = self._measure(border, following)
-        return inner
-
-    def _measure(self, border: int, following: int) -> _Inner:
-        choices = self._choices
-        span = Span(choices, choices.leaves[border], choices.leaves[following], is_nested=True)
-        stays = self._products.intersection(span.own) | (span.forced & choices.always)
-        handed = span.forced - stays
-        kept = stays | handed
-        _, flops, made, again = span.measure(kept)
-        size = sum(choices.sizes[k] for k in kept)
-        start, end = choices.leaves[border], choices.leaves[following]
-        option = SpanOption(start, end, tuple(sorted(kept)), size, span.peak_of_backward(kept, again), flops, made)
-        _, flops, made, again = span.measure(stays, handed)
-        run = span.peak_of_recovery(stays, again, handed)
-        return _Inner(option, run, flops, made, span.find_gradients(stays))
+            yield border, SpanOption(start, end, kept, size, max(highest, need), flops, made, place)
 
     def list_spans(self, border: int, column: int) -> list[SpanOption]:
         """Return the spans of a column of a border's front."""
         spans = []
         while border < self._end:
-            following, after = (int(each) for each in self._fronts[border][4:, column])
-            spans.append(self._find(border, following).option)
+            following, after = self._fronts[border][4:, column].tolist()
+            spans.append(self._inner.find(border, following).option)
             border, column = following, after
         return spans
+
+
+class _Forward:
+    """What nests that end at one border keep, and the peak of their forward; it grows towards their start.
+
+    Args:
+        choices: of the graph.
+        first, end: the longest nest.
+    """
+
+    def __init__(self, choices: Choices, first: int, end: int):
+        self._choices, self._first, self._end = choices, first, end
+        # What the atoms inside have allocated before one of them, and the peak in it.
+        self._before = np.array([*choices.record.inner_bytes[first:end], 0], np.int64)
+        self.kept: list[int] = []
+        self.kept_bytes = 0
+
+    def extend(self, born: Sequence[int], products: frozenset[int]) -> None:
+        """Take in the storages of the atoms before, and keep those that are products or cross the end."""
+        choices = self._choices
+        for k in born:
+            storage, size = choices.record.storages[k], choices.sizes[k]
+            crosses = storage.last_use >= self._end and k not in choices.remade.recipes
+            until = self._end
+            if crosses or k in products or k in choices.always:
+                self.kept.append(k)
+                self.kept_bytes += size
+            else:
+                until = min(until, storage.born if storage.maker is None else storage.last_use)
+            self._before[storage.born + 1 - self._first : until + 1 - self._first] += size
+
+    def find_peak(self, start: int) -> int:
+        """Return the peak of the nest that begins at `start`, the last that was taken in."""
+        passing = self._choices.count_passing(start)
+        return passing + int(self._before[start - self._first :].max())

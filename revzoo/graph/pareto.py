@@ -4,15 +4,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def prune(columns: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Return the columns that no other beats in bytes and work, by rising bytes; of very many, those far enough apart."""
-    return thin(list_best(columns), most)[0]
-
-
 def list_best(columns: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the columns that no other beats in bytes and work, by rising bytes."""
-    columns = columns[:, np.lexsort((columns[1], columns[0]))]
-    return columns[:, np.diff(np.minimum.accumulate(columns[1]), prepend=np.iinfo(np.int64).max) < 0]
+    return columns[:, find_best(columns[0], columns[1])]
+
+
+def find_best(size: NDArray[np.int64], work: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the places of the points that no other beats in bytes and work, by rising bytes."""
+    order = size.argsort(kind="stable")
+    least = np.minimum.accumulate(work[order])
+    differs = np.ones(size.size, np.bool_)
+    np.less(least[1:], least[:-1], out=differs[1:])
+    order = order[differs]
+    sizes = size[order]
+    differs = differs[: order.size]
+    np.not_equal(sizes[1:], sizes[:-1], out=differs[:-1])  # of as many bytes, the last takes the least work
+    differs[-1:] = True
+    best: NDArray[np.int64] = order[differs]
+    return best
 
 
 def thin(columns: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], int]:

@@ -34,11 +34,11 @@ def _tabulate_comparison(plan: ModulePlan) -> Table:
     for heading in ("peak", "within the budget", "FLOPs", *(["time of a step"] if plan.seconds is not None else [])):
         table.add_column(heading, justify="right")
     stored = format_flops(plan.total_flops)
-    rows = (
+    rows = [
         ("this plan", plan.peak_bytes, f"{stored} +{plan.extra_flops / max(1, plan.total_flops):.1%}", plan.seconds),
         ("all stored", plan.no_recompute_peak_bytes, stored, plan.stored_seconds),
-        ("smallest found", plan.min_peak_bytes, "", None),
-    )
+        *([] if plan.min_peak_bytes is None else [("smallest found", plan.min_peak_bytes, "", None)]),
+    ]
     for name, peak, flops, seconds in rows:
         time = [] if plan.seconds is None else ["" if seconds is None else format_seconds(seconds)]
         table.add_row(name, format_bytes(peak), "yes" if peak <= plan.budget_bytes else "no", flops, *time)

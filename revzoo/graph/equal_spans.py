@@ -1,0 +1,102 @@
+"""All spans of a graph that are considered. Networks repeat their blocks, so many spans are equal; each is measured once.
+
+A span is known by its atoms, one by one: what they compute, allocate and read, and when backward asks for it and frees it, as
+seen from the atom. Only the gradients before its backward differ between equal spans.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+
+from revzoo.graph.progress import Report, keep_silent, walk
+from revzoo.graph.span_choices import Choices, Shape, Span, SpanOption
+
+_LONGEST = 24  # leaves in a span
+_LONGEST_INSIDE = 6  # leaves that a span overlaps, where it begins or ends inside one
+_Key = tuple[tuple[int, ...], bytes, int, int]
+
+
+def add_spans(sets: Sequence[Choices], report: Report = keep_silent) -> None:
+    """Add spans to the options of a graph, for one or more sets of what is made again across spans."""
+    numbers, known = dict[object, int](), dict[_Key, list[Shape]]()
+    for choices in sets:
+        spans = _Spans(choices, _classify(choices, numbers), known)
+        for border in walk(range(len(choices.options)), "planning: spans", report):
+            choices.options[border].extend(spans.list_options(border))
+
+
+def _classify(choices: Choices, numbers: dict[object, int]) -> list[int]:
+    """Return a number for every atom; spans of atoms with the same numbers are equal but for the gradients around them."""
+    record, leaves, first = choices.record, choices.leaves, choices.first
+    far = max(end - start for start, end in zip(leaves, [*leaves[_LONGEST + 1 :], leaves[-1]], strict=False))
+    place = {k: at for at, k in enumerate(choices.order)}
+    classes, last_asked = [], 0
+    for i, asked in enumerate(record.first_unpack):
+        since = asked - last_asked if asked >= 0 else None
+        last_asked = asked if asked >= 0 else last_asked
+        storages = []
+        for k in choices.born[i]:
+            each = record.storages[k]
+            times = [at - last_asked if at >= 0 else None for at in (each.unpacked, each.released)]
+            last_use = min(each.last_use - i, far)  # beyond the end of any span
+            is_kept = each.is_small, k in choices.always
+            storages.append((each.bytes, each.maker is None, last_use, bool(each.saved_by), *times, *is_kept))
+        makers = [(record.storages[k].born, place[k]) for k in choices.reads[i]]
+        reads = tuple((i - born, at - first[born]) for born, at in makers if i - born < far)
+        own = record.flops[i], choices.made[i], record.inner_bytes[i], record.copied_bytes[i], since
+        classes.append(numbers.setdefault((own, tuple(storages), reads), len(numbers)))
+    return classes
+
+
+class _Spans:
+    """The spans of a graph.
+
+    Args:
+        choices: of the graph.
+        classes: numbers of the atoms, equal where they are.
+        known: what spans may keep that were measured.
+    """
+
+    def __init__(self, choices: Choices, classes: Sequence[int], known: dict[_Key, list[Shape]]):
+        self._choices, self._classes, self._known = choices, classes, known
+
+    def list_options(self, border: int) -> Iterator[SpanOption]:
+        """Yield the spans from a border on, each with what it may keep."""
+        choices = self._choices
+        start, leaves = choices.borders[border], choices.leaves
+        first = bisect_right(leaves, start)
+        for end in choices.borders[border + 1 :]:
+            overlapped = bisect_left(leaves, end) - first + 1
+            if overlapped > _LONGEST:
+                break
+            if overlapped <= _LONGEST_INSIDE or (leaves[first - 1] == start and leaves[first - 1 + overlapped] == end):
+                yield from self._measure(start, end)
+            if end in choices.record.walls:
+                break
+
+    def _measure(self, start: int, end: int) -> Iterator[SpanOption]:
+        choices = self._choices
+        begin, until = self._find_backward(start, end)
+        offset = int(choices.gradient[max(0, begin - 1)])
+        shapes = key = None
+        if not choices.remakes(start, end):
+            gradient = choices.gradient[max(0, begin - 1) : until + 1] - offset
+            following = max(-1, choices.following[start] - begin)
+            key = tuple(self._classes[start:end]), gradient.tobytes(), following, min(begin, 1)
+            shapes = self._known.get(key)
+        if shapes is None:
+            shapes = list(Span(choices, start, end).list_shapes(offset))
+            if key is not None:
+                self._known[key] = shapes
+        first, order = choices.first[start], choices.order
+        for places, size, forward, backward, flops, made in shapes:
+            need = forward if backward is None else max(forward, offset + backward)
+            yield SpanOption(start, end, tuple(sorted([order[first + at] for at in places])), size, need, flops, made)
+
+    def _find_backward(self, start: int, end: int) -> tuple[int, int]:
+        """Return where backward first asks for what these atoms save, and where it has no more use for what they make."""
+        choices = self._choices
+        storages = choices.record.storages
+        asked = [at for at in choices.record.first_unpack[start:end] if at >= 0]
+        begin = min(asked, default=0)
+        released = (storages[k].released for k in choices.order[choices.first[start] : choices.first[end]])
+        return begin, max(begin, choices.following[start] - 1, max(released, default=-1))
