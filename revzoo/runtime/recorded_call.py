@@ -121,6 +121,7 @@ class RecordedCall:
                         out = self._call(*inputs)
                 else:
                     out = self._call(*inputs)
+            conditions.require_repeatable()
         except BaseException as error:
             if self._watch is not None:
                 self._watch.abandon()
@@ -132,7 +133,6 @@ class RecordedCall:
             self._given = ()
             self._refilled.clear()  # in case that f has differentiated
             conditions.end_first_run()
-        conditions.require_repeatable()
         if not self._dropped:
             conditions.inventory.learned.trials -= 1  # there is no second run in which anything could be seen
         if seams.follower is not None:
