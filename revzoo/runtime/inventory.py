@@ -4,6 +4,7 @@ It is found once, kept with the module, and found again only if something in it 
 its modules' dictionaries are compared with what was in them, by identity, in C.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import cache, cached_property
@@ -162,8 +163,13 @@ class Attributes:
 
     def __init__(self, *modules: nn.Module):
         own = [m.__dict__ for m in modules]
-        inside = [value for attributes in own for value in attributes.values() if isinstance(value, dict)]
-        self._taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(now, dict(now)) for now in (*own, *inside)]
+        inside = [value for attributes in own for value in attributes.values()]
+        dictionaries = (
+            *own,
+            *(value if isinstance(value, dict) else value.__dict__ for value in inside if _has_entries(value)),
+        )
+        self._taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(now, dict(now)) for now in dictionaries]
+        self._collections: list[tuple[Any, list[Any]]] = [(x, list(x)) for x in inside if isinstance(x, list | set | deque)]
 
     def restore(self) -> bool:
         """Set everything as it was; return whether anything had changed."""
@@ -178,7 +184,23 @@ class Attributes:
                 if now.get(key, _MISSING) is not value and not _is_own(key):
                     now[key] = value
                     has_changed = True
+        for collection, items in self._collections:
+            if len(collection) != len(items) or not all(map(is_, collection, items)):
+                collection.clear()
+                (collection.update if isinstance(collection, set) else collection.extend)(items)
+                has_changed = True
         return has_changed
+
+
+PlainTensors = list[tuple[int, str, int]]  # place of the module in its inventory, name of the attribute, version
+
+
+def find_plain_tensors(modules: Sequence[nn.Module]) -> PlainTensors:
+    """Return the tensors that modules hold as attributes which are neither parameters nor buffers."""
+    attributes = ((i, key, value) for i, m in enumerate(modules) for key, value in m.__dict__.items())
+    return [
+        (i, key, t._version) for i, key, t in attributes if isinstance(t, Tensor) and not (t.requires_grad or t.is_inference())
+    ]
 
 
 def take_inventory(f: Any) -> Inventory:
@@ -206,6 +228,13 @@ def forget_inventory(f: Any) -> None:
         attributes = get_root(f).__dict__
         for name in [name for name in attributes if name.startswith(_NAME)]:  # of the branches of a block, too
             del attributes[name]
+
+
+def _has_entries(value: Any) -> bool:
+    """Return whether something is a dictionary, or a plain object, whose attributes are in one."""
+    if isinstance(value, nn.Module | Tensor | type):
+        return False
+    return isinstance(value, dict) or (hasattr(value, "__dict__") and isinstance(value.__dict__, dict) and not callable(value))
 
 
 def _is_own(key: Any) -> bool:

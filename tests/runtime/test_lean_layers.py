@@ -60,10 +60,10 @@ class Counted(nn.Module):
     def __init__(self, f):
         super().__init__()
         self.f = f
-        self.calls = []
+        self.note = list[torch.Size]().append  # a list of its own would be as it was after a second run
 
     def forward(self, x):
-        self.calls.append(x.shape)
+        self.note(x.shape)
         return self.f(x)
 
 
@@ -72,7 +72,7 @@ def test_a_call_that_saves_inputs_and_parameters_alone_is_not_run_again(error):
     net = LayerChain(convolution, deep).double()
     xs = inputs(net)
     got = differentiate(net, xs, "recompute")
-    assert (len(convolution.calls), len(deep.calls)) == (1, 2)
+    assert (len(convolution.note.__self__), len(deep.note.__self__)) == (1, 2)
     assert error(got, differentiate(net, xs, "store")) == 0
 
 

@@ -17,12 +17,12 @@ class Logged(nn.Module):
     def __init__(self, number: int, log: list[str]):
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.number, self.log = number, log
+        self.number, self.note = number, log.append  # the list would be as it was after a second run
 
     def forward(self, w):
-        self.log.append(f"f{self.number}")
+        self.note(f"f{self.number}")
         out = self.linear(w).tanh()
-        self.log.append(f"end{self.number}")
+        self.note(f"end{self.number}")
         return out
 
 
