@@ -43,7 +43,7 @@ class Fingerprint(NamedTuple):
 
 
 def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
-    """Return a fingerprint of a tensor of floating-point, complex or boolean numbers, on a CPU also of indices, or None where it has none.
+    """Return a fingerprint of a tensor of floating-point, complex or boolean numbers, on a CPU also of indices; None of others.
 
     Args:
         x: the tensor. One without values (meta, fake, a weight that FSDP has freed), with a layout that is not strided, or

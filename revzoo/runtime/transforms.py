@@ -30,7 +30,7 @@ def refuse_to_drop(remedy: str) -> None:
         )
 
 
-# Words of PyTorch's errors where hooks or a dispatch mode are around what traces its argument, or differentiates in its own way.
+# Words of PyTorch's errors where hooks or a dispatch mode are around what traces its argument or differentiates by itself.
 _CONFLICTS = "saved tensor hooks", "FakeTensor", "fake mode", "HigherOrderOperator"
 
 
@@ -39,9 +39,9 @@ def explain_conflict(error: BaseException, name: str) -> RecoveryError | None:
     if isinstance(error, RevzooError) or not any(words in str(error) for words in _CONFLICTS):
         return None
     return RecoveryError(
-        f"{name} cannot drop what autograd saves in it: a transform of torch.func, or an operator such as torch.cond that traces "
-        f"its argument, does not support that inside. Set the schedule of {name} to 'store'. Received: {type(error).__name__}: "
-        f"{str(error)[:_LONGEST]}"
+        f"{name} cannot drop what autograd saves in it: a transform of torch.func, or an operator that traces its argument, as "
+        f"torch.cond does, does not support that inside. Set the schedule of {name} to 'store'. Received: "
+        f"{type(error).__name__}: {str(error)[:_LONGEST]}"
     )
 
 

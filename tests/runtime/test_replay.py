@@ -2,10 +2,11 @@
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,6 +202,14 @@ def test_a_moving_buffer_is_refused_unless_stored(streams):
     chain(*streams)
 
 
+def test_another_order_of_memory_in_backward_is_refused():
+    chain = ReversibleChain([nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh())] * 2)
+    y1, y2 = chain(*torch.randn(2, 2, 4, 5, 5, requires_grad=True))
+    chain.to(memory_format=torch.channels_last)
+    with pytest.raises(RecoveryError, match=r"'0\.weight' of steps\.1 has another order of memory .* Change it before forward"):
+        (y1 * y2).sum().backward()
+
+
 def test_a_parameter_changed_between_forward_and_backward_is_refused(streams):
     chain = ReversibleChain([nn.Linear(6, 6)]).double()
     y1, y2 = chain(*streams)
@@ -316,6 +325,47 @@ def test_settings_around_forward_only_are_in_force_in_both_runs(setting, mode):
     seen.clear()
     chain(*streams)
     assert seen[0] == outside
+
+
+class Bookkeeping(nn.Module):
+    """Notes something of each call in lists, objects and plain tensors, of which nothing is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.sizes, self.recent, self.seen = list[float](), deque[float](maxlen=2), set[int]()
+        self.state = SimpleNamespace(calls=0)
+        self.average, self.calls = torch.zeros(()), 0
+
+    def forward(self, w):
+        size = float(w.detach().norm())
+        self.sizes.append(size)
+        self.recent.append(size)
+        self.seen.add(len(self.seen))
+        self.state.calls += 1
+        self.calls += 1
+        self.average.mul_(0.9).add_(w.detach().mean(), alpha=0.1)
+        return self.linear(w).tanh()
+
+    def read(self):
+        return [len(self.sizes), len(self.recent), len(self.seen), self.state.calls, self.calls, self.average.item()]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
+def test_what_f_notes_of_its_calls_is_noted_once(mode, lookahead, streams):
+    def run(mode):
+        chain = ReversibleChain([Bookkeeping() for _ in range(3)], exact=True, lookahead=lookahead).double()
+        for step in chain.steps:
+            nn.init.eye_(step.linear.weight)
+            nn.init.zeros_(step.linear.bias)
+        chain.schedule = mode
+        for _ in range(4):  # the last two are not compared
+            y1, y2 = chain(*streams)
+            (y1 * y2).sum().backward()
+        return [step.read() for step in chain.steps]
+
+    assert run(mode) == run("store")
 
 
 def test_streams_of_other_devices_are_recorded_too(monkeypatch):
