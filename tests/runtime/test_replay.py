@@ -155,7 +155,7 @@ def test_a_backward_inside_another_autocast_still_sees_the_first(streams):
     y1, y2 = chain(x, x)
     with torch.autocast("cpu", torch.bfloat16):
         (y1 * y2).sum().backward()
-    assert chain.steps[0].seen == [torch.float32] * 2
+    assert chain.steps[0].note.__self__ == [torch.float32] * 2
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -165,7 +165,7 @@ def test_streams_are_float32_under_autocast_whatever_comes_in(grad):
     with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
         y1, y2 = chain(x, x)
     assert y1.dtype == y2.dtype == torch.float32
-    assert [step.seen for step in chain.steps] == [[torch.bfloat16]] * 2
+    assert [step.note.__self__ for step in chain.steps] == [[torch.bfloat16]] * 2
 
 
 def test_half_precision_streams_stay_half_when_a_step_answers_in_more():
