@@ -242,11 +242,15 @@ class Holding(nn.Module):
     def __init__(self):
         super().__init__()
         self.convolution = nn.Conv2d(2, 2, 1)
-        self.held = []
+        self.hold = [].extend  # a list of its own would be as it was after a second run
+
+    @property
+    def held(self):
+        return self.hold.__self__
 
     def forward(self, x):
         y = self.convolution(x)
-        self.held += [(x, x.detach().clone()), (y, y.detach().clone())]
+        self.hold([(x, x.detach().clone()), (y, y.detach().clone())])
         return y
 
 
