@@ -309,16 +309,17 @@ class BlockStep(nn.Module):
         pair, segment, grid, round = self._find_states(x)
         forward = Forward(x, side=arguments, grid=grid, keep=self.chain.keep)  # settings may differ from block to block
         forward.round = round
-        with forward:
-            pair, segment = run_link(Step(self, self.name, self.chain.coupling, mode), pair, segment, forward)
+        try:
+            with forward:
+                pair, segment = run_link(Step(self, self.name, self.chain.coupling, mode), pair, segment, forward)
+        finally:  # the graph holds it
+            value, arguments.returned.value = arguments.returned.value, None
         if segment is not None:
             segment.end(pair)
         is_last = self.index + 1 == len(self.chain._schedule)
         if is_last:
             begin_call(self.chain.end, pair[1:], pair)
-        value, dtype = arguments.returned.value, cast(torch.dtype, arguments.returned.dtype)
-        arguments.returned.value = None  # the graph holds it
-        y = pair[1].to(dtype)
+        y = pair[1].to(cast(torch.dtype, arguments.returned.dtype))
         if not is_last:
             note_position(y, Position(self.chain, pair[0], None if y is pair[1] else pair[1], segment, grid, round))
         return replace_state(value, y, arguments.returned.place)

@@ -22,11 +22,12 @@ _PLAIN = {str, int, float, complex, bool, bytes, type(None), Size, device, dtype
 # Packages whose objects are not looked into: locks, queues and caches are their own affair.
 _CLOSED = sys.stdlib_module_names | {"torch", "numpy", "revzoo"}
 _OPEN = (nn.Module, Tensor, UserDict, UserList, SimpleNamespace)  # but for these
+_OTHERS = (nn.Module, Tensor, FunctionType, MethodType, partial, tuple)  # what they hold is not a module's own
 _OWN = "_revzoo_"  # what this package remembers of modules
 
 
 class Attributes:
-    """What modules have set on themselves: attributes, tensors, submodules, hooks.
+    """What modules have set on themselves: attributes, tensors, submodules, hooks; and in their containers and plain objects.
 
     A second run is thrown away, and so is what it sets: an average that f updates is updated once, and what f would put back at
     its end is put back if the run ends before.
@@ -34,8 +35,9 @@ class Attributes:
 
     def __init__(self, *modules: nn.Module):
         own = [m.__dict__ for m in modules]
-        inside = [value for attributes in own for value in attributes.values() if isinstance(value, dict)]
-        self._held = [_Mapping(each, keeps_own=True) for each in (*own, *inside)]
+        inside = [value for attributes in own for value in attributes.values() if type(value) not in _PLAIN]
+        self._held: list[_Held] = [_Mapping(each, keeps_own=True) for each in own]
+        self._held += [held for each in inside if not isinstance(each, _OTHERS) for held in _look_into(each)]
 
     def restore(self) -> bool:
         """Set everything as it was; return whether anything had changed."""

@@ -9,14 +9,15 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from revzoo.device import find_graph
 from revzoo.errors import RecoveryError
 from revzoo.runtime.attributes import Attributes
 from revzoo.runtime.forward import Forward, take_turn
-from revzoo.runtime.inventory import Inventory, Tensors, take_inventory
-from revzoo.runtime.random_state import RandomState, Snapshot, find_generators, leaves_alone
+from revzoo.runtime.inventory import Inventory, Tensors, find_plain_tensors, take_inventory
+from revzoo.runtime.random_state import RandomState, Snapshot, find_generators
 
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
 
@@ -32,7 +33,7 @@ class Conditions:
     """
 
     __slots__ = (
-        "_graph", "_name", "_statistics", "_versions", "fixed", "forward", "inventory", "random",
+        "_graph", "_name", "_plain", "_statistics", "_strides", "_versions", "fixed", "forward", "inventory", "random",
     )  # fmt: skip
 
     def __init__(self, f: Callable[..., Any], name: str, forward: Forward, inventory: Inventory | None = None):
@@ -46,6 +47,10 @@ class Conditions:
             moving = zip(inventory.statistics, inventory.only_moves, strict=True)
             self._statistics = [None if moves else _clone(buffers) for buffers, moves in moving]
         self._graph: object = None
+        # Tensors that f may change in place; after the first run, those that it has changed.
+        watches = inventory.learned.sets_attributes or self.is_observed
+        self._plain = find_plain_tensors(inventory.modules) if watches else []
+        self._strides = list(map(_get_strides, self.fixed)) if watches and not forward.is_one_of_several else []
         generators = forward.generators
         if not inventory.devices <= forward.devices:
             generators = find_generators(inventory.devices | forward.devices)
@@ -54,7 +59,11 @@ class Conditions:
         self.random = RandomState(generators, before)
 
     def end_first_run(self) -> None:
-        """Note how the random streams have moved."""
+        """Note how the random streams have moved, and which tensors."""
+        if self._plain:
+            now = set(find_plain_tensors(self.inventory.modules))
+            self._plain = [entry for entry in self._plain if entry not in now]
+            self.inventory.learned.sets_attributes |= bool(self._plain)
         self.random.end_first_run()
         if self.random.has_drawn:
             self._graph = find_graph()
@@ -64,8 +73,9 @@ class Conditions:
         if changed := self._find_changed():
             raise RecoveryError(
                 f"{self._name} changes its {changed!r} in forward, so a second run would not repeat the first. "
-                f"Set the schedule of {self._name} to 'store'. (BatchNorm's running statistics need no change; lazy modules "
-                "need one call under torch.no_grad() first.)"
+                f"Set the schedule of {self._name} to 'store'. (BatchNorm's running statistics need no change; layers that set "
+                "their weights in their first call, as lazy ones, need one under torch.no_grad() first; instead of "
+                "nn.Embedding(max_norm=...), limit its weight after optimizer.step().)"
             )
 
     def run_again(self, run: Callable[..., Any], *args: Any) -> Any:
@@ -91,10 +101,13 @@ class Conditions:
                 inventory.set_training(inventory.training)
             if inventory.statistics:
                 statistics = self._rewind_statistics()
-            # FSDP gathers weights before a call and frees them later, however the call ends; and while a thread looks ahead,
-            # hooks of gradients may set attributes.
-            if (learned.sets_attributes or self.is_observed) and not (self.forward.is_one_of_several or leaves_alone()):
+            # FSDP gathers weights before a call and frees them later, however the call ends.
+            if (learned.sets_attributes or self.is_observed) and not self.forward.is_one_of_several:
                 attributes = Attributes(*inventory.modules)
+                for place, key, _ in self._plain:  # the run changes a copy
+                    holder = inventory.modules[place].__dict__
+                    if isinstance(tensor := holder.get(key), Tensor):
+                        holder[key] = tensor.detach().clone()
             learned.trials -= 1
             states = random.rewind()
             entered = settings.enter()
@@ -122,6 +135,12 @@ class Conditions:
                 "optimizer inside backward (register_post_accumulate_grad_hook), no step may end by adding a parameter: its "
                 "gradient is complete before the step runs again."
             )
+        for tensor, strides in zip(self.fixed, self._strides, strict=False):  # none are known where nothing is compared
+            if _get_strides(tensor) != strides:
+                raise RecoveryError(
+                    f"{self.inventory.name(tensor)!r} of {self._name} has another order of memory than in forward, as after "
+                    "model.to(memory_format=torch.channels_last), in which kernels round differently. Change it before forward."
+                )
         if self.inventory.has_same_entries():
             return
         if replaced := self.inventory.find_replaced():
@@ -171,6 +190,10 @@ class Conditions:
             return None
         tensor = next(t for t, a, b in zip(self.fixed, now, self._versions, strict=True) if a != b)
         return self.inventory.name(tensor)
+
+
+def _get_strides(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided and not tensor.is_nested else ()
 
 
 def _clone(buffers: Mapping[str, Tensor | None]) -> Tensors:

@@ -24,6 +24,7 @@ _WIDTH = 1024  # elements that one row of a projection adds up
 _LEAST_WIDTH = 128
 _PROJECTIONS = 8
 _PARTS = (16, 8, 4, 2)  # numbers of parts whose bits are added up, where they divide the number of elements
+INDICES = torch.int64, torch.int32, torch.int16
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -42,7 +43,7 @@ class Fingerprint(NamedTuple):
 
 
 def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
-    """Return a fingerprint of a tensor of floating-point, complex or boolean numbers, or None where it has none.
+    """Return a fingerprint of a tensor of floating-point, complex or boolean numbers, on a CPU also of indices; None of others.
 
     Args:
         x: the tensor. One without values (meta, fake, a weight that FSDP has freed), with a layout that is not strided, or
@@ -83,8 +84,10 @@ def _choose_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | Non
         return None
     if dtype.is_complex:
         dtype = dtype.to_real()
+    elif dtype in INDICES and device.type == "cpu":
+        return torch.float64
     elif dtype is not torch.bool and not dtype.is_floating_point:
-        return None  # kernels save workspaces as integers, with bytes that they have not written
+        return None  # kernels save workspaces as bytes, and on accelerators as other integers, that they have not written
     return torch.float32 if dtype.itemsize < 4 else dtype  # the sums of rows would overflow in float16
 
 

@@ -20,11 +20,6 @@ def leave_alone() -> None:
     _leaves_alone.set(True)
 
 
-def leaves_alone() -> bool:
-    """Return whether this context runs at the same time as another one, which draws."""
-    return _leaves_alone.get()
-
-
 class Generator(Protocol):
     """A source of random numbers, such as a torch.Generator."""
 

@@ -30,6 +30,7 @@ from revzoo.runtime.forward import Forward, second_run
 from revzoo.runtime.inventory import Inventory
 from revzoo.runtime.refill_hooks import AllRefilled, RefillHooks, detach, make_difference_error
 from revzoo.runtime.seams import Keeper
+from revzoo.runtime.transforms import explain_conflict
 
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _NOTHING: tuple[None, int] = (None, 0)
@@ -121,9 +122,12 @@ class RecordedCall:
                         out = self._call(*inputs)
                 else:
                     out = self._call(*inputs)
+            conditions.require_repeatable()
         except BaseException as error:
             if self._watch is not None:
                 self._watch.abandon()
+            if conflict := explain_conflict(error, self.name):
+                raise conflict from error
             if isinstance(error, Exception) and self.name not in str(error):
                 kept = " with the outputs of its products kept (mode 'selective')" if self.kept_products is not None else ""
                 error.add_note(f"Raised in {self.name}, run{kept} so that backward can run it again.")
@@ -132,7 +136,6 @@ class RecordedCall:
             self._given = ()
             self._refilled.clear()  # in case that f has differentiated
             conditions.end_first_run()
-        conditions.require_repeatable()
         if not self._dropped:
             conditions.inventory.learned.trials -= 1  # there is no second run in which anything could be seen
         if seams.follower is not None:

@@ -76,7 +76,7 @@ class RefillHooks:
         return self._refilled[slot][0]
 
     def end(self) -> None:
-        self._dropped, self._refilled, self._kept, self._stops_with = (), None, {}, None
+        self._dropped, self._refilled, self._kept, self._stops_with, self.error = (), None, {}, None, None
 
 
 def make_difference_error(name: str, dropped: Sequence[tuple[torch.Size, torch.dtype]], slot: int, saved: str) -> RecoveryError:

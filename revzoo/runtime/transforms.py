@@ -8,9 +8,10 @@ import torch
 from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 
-from revzoo.errors import InputError, RecoveryError
+from revzoo.errors import InputError, RecoveryError, RevzooError
 
 _FORWARD_MODE = "Jvp"
+_LONGEST = 300  # characters of PyTorch's message
 _NAMES = {"Grad": "torch.func.grad (vjp, jacrev, hessian)", "Vmap": "torch.vmap", _FORWARD_MODE: "torch.func.jvp (jacfwd)"}
 
 
@@ -27,6 +28,21 @@ def refuse_to_drop(remedy: str) -> None:
             f"{_describe(innermost)} does not support the hooks on saved tensors that recovery needs. {remedy}, or use "
             "torch.autograd.grad or .backward() instead."
         )
+
+
+# Words of PyTorch's errors where hooks or a dispatch mode are around what traces its argument or differentiates by itself.
+_CONFLICTS = "saved tensor hooks", "FakeTensor", "fake mode", "HigherOrderOperator"
+
+
+def explain_conflict(error: BaseException, name: str) -> RecoveryError | None:
+    """Return the error for a step whose own code does not run while saved tensors are dropped; None for any other error."""
+    if isinstance(error, RevzooError) or not any(words in str(error) for words in _CONFLICTS):
+        return None
+    return RecoveryError(
+        f"{name} cannot drop what autograd saves in it: a transform of torch.func, or an operator that traces its argument, as "
+        f"torch.cond does, does not support that inside. Set the schedule of {name} to 'store'. Received: "
+        f"{type(error).__name__}: {str(error)[:_LONGEST]}"
+    )
 
 
 def refuse_exact_derivatives(remedy: str = "Use exact=False, and m or beta instead of kept_bits.") -> None:

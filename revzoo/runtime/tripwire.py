@@ -271,6 +271,7 @@ def _describe(comparison: _Comparison, error: float, tolerance: float, has_grown
     return RecoveryError(
         f"{comparison.name} ran differently the second time: {what} differs from forward {by}. Its function must depend on its "
         "input, parameters and torch's random stream alone. Usual causes: Python's or NumPy's random, a torch.Generator of its "
-        "own, a counter or an attribute that changed in between, a kernel that does not repeat, or rounding that it amplifies "
-        "(exact=True avoids that). Pass what changes as the side input, or set its schedule to 'store'."
+        "own, a counter or an attribute that changed in between, a kernel that does not repeat, memory that is read before it "
+        "is written (new_empty; use new_zeros), or rounding that it amplifies (exact=True avoids that). Pass what changes as "
+        "the side input, or set its schedule to 'store'."
     )

@@ -60,10 +60,10 @@ class Counted(nn.Module):
     def __init__(self, f):
         super().__init__()
         self.f = f
-        self.calls = []
+        self.note = list[torch.Size]().append  # a list of its own would be as it was after a second run
 
     def forward(self, x):
-        self.calls.append(x.shape)
+        self.note(x.shape)
         return self.f(x)
 
 
@@ -72,7 +72,7 @@ def test_a_call_that_saves_inputs_and_parameters_alone_is_not_run_again(error):
     net = LayerChain(convolution, deep).double()
     xs = inputs(net)
     got = differentiate(net, xs, "recompute")
-    assert (len(convolution.calls), len(deep.calls)) == (1, 2)
+    assert (len(convolution.note.__self__), len(deep.note.__self__)) == (1, 2)
     assert error(got, differentiate(net, xs, "store")) == 0
 
 
@@ -242,11 +242,15 @@ class Holding(nn.Module):
     def __init__(self):
         super().__init__()
         self.convolution = nn.Conv2d(2, 2, 1)
-        self.held = []
+        self.hold = [].extend  # a list of its own would be as it was after a second run
+
+    @property
+    def held(self):
+        return self.hold.__self__
 
     def forward(self, x):
         y = self.convolution(x)
-        self.held += [(x, x.detach().clone()), (y, y.detach().clone())]
+        self.hold([(x, x.detach().clone()), (y, y.detach().clone())])
         return y
 
 

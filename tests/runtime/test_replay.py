@@ -2,10 +2,11 @@
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,11 +118,11 @@ class Recorded(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.seen: list[torch.dtype] = []
+        self.note = list[torch.dtype]().append  # a list of its own would be as it was after a second run
 
     def forward(self, w):
         out = self.linear(w)
-        self.seen.append(out.dtype)
+        self.note(out.dtype)
         return out.tanh()
 
 
@@ -140,7 +141,7 @@ def test_autocast_around_forward_only_is_in_force_in_both_runs(mode, dtype, exac
 
     expected = run("store")
     grads = run(mode)
-    assert all(step.seen == [dtype] * 3 for step in chain.steps)  # stored run, first run, second run
+    assert all(step.note.__self__ == [dtype] * 3 for step in chain.steps)  # stored run, first run, second run
     if exact or mode != "invert":
         assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
     else:  # the recovered state differs by float32 rounding, which may flip a half-precision rounding
@@ -154,7 +155,7 @@ def test_a_backward_inside_another_autocast_still_sees_the_first(streams):
     y1, y2 = chain(x, x)
     with torch.autocast("cpu", torch.bfloat16):
         (y1 * y2).sum().backward()
-    assert chain.steps[0].seen == [torch.float32] * 2
+    assert chain.steps[0].note.__self__ == [torch.float32] * 2
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -164,7 +165,7 @@ def test_streams_are_float32_under_autocast_whatever_comes_in(grad):
     with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
         y1, y2 = chain(x, x)
     assert y1.dtype == y2.dtype == torch.float32
-    assert [step.seen for step in chain.steps] == [[torch.bfloat16]] * 2
+    assert [step.note.__self__ for step in chain.steps] == [[torch.bfloat16]] * 2
 
 
 def test_half_precision_streams_stay_half_when_a_step_answers_in_more():
@@ -199,6 +200,14 @@ def test_a_moving_buffer_is_refused_unless_stored(streams):
         chain(*streams)
     chain.schedule = "store"
     chain(*streams)
+
+
+def test_another_order_of_memory_in_backward_is_refused():
+    chain = ReversibleChain([nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh())] * 2)
+    y1, y2 = chain(*torch.randn(2, 2, 4, 5, 5, requires_grad=True))
+    chain.to(memory_format=torch.channels_last)
+    with pytest.raises(RecoveryError, match=r"'0\.weight' of steps\.1 has another order of memory .* Change it before forward"):
+        (y1 * y2).sum().backward()
 
 
 def test_a_parameter_changed_between_forward_and_backward_is_refused(streams):
@@ -316,6 +325,47 @@ def test_settings_around_forward_only_are_in_force_in_both_runs(setting, mode):
     seen.clear()
     chain(*streams)
     assert seen[0] == outside
+
+
+class Bookkeeping(nn.Module):
+    """Notes something of each call in lists, objects and plain tensors, of which nothing is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.sizes, self.recent, self.seen = list[float](), deque[float](maxlen=2), set[int]()
+        self.state = SimpleNamespace(calls=0)
+        self.average, self.calls = torch.zeros(()), 0
+
+    def forward(self, w):
+        size = float(w.detach().norm())
+        self.sizes.append(size)
+        self.recent.append(size)
+        self.seen.add(len(self.seen))
+        self.state.calls += 1
+        self.calls += 1
+        self.average.mul_(0.9).add_(w.detach().mean(), alpha=0.1)
+        return self.linear(w).tanh()
+
+    def read(self):
+        return [len(self.sizes), len(self.recent), len(self.seen), self.state.calls, self.calls, self.average.item()]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
+def test_what_f_notes_of_its_calls_is_noted_once(mode, lookahead, streams):
+    def run(mode):
+        chain = ReversibleChain([Bookkeeping() for _ in range(3)], exact=True, lookahead=lookahead).double()
+        for step in chain.steps:
+            nn.init.eye_(step.linear.weight)
+            nn.init.zeros_(step.linear.bias)
+        chain.schedule = mode
+        for _ in range(4):  # the last two are not compared
+            y1, y2 = chain(*streams)
+            (y1 * y2).sum().backward()
+        return [step.read() for step in chain.steps]
+
+    assert run(mode) == run("store")
 
 
 def test_streams_of_other_devices_are_recorded_too(monkeypatch):

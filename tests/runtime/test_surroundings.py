@@ -287,6 +287,19 @@ def test_transforms_of_torch_func_need_store(run, name):
         torch.func.grad(lambda x: run_node(mlp(), "stem", "recompute", x).sum())(torch.ones(2, 6))
 
 
+def choose_by_cond(layers: nn.Module, w: Tensor) -> Tensor:
+    return torch.cond(w.sum() > 0, lambda x: layers(x), lambda x: x.sin(), (w,))
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "selective", "invert"])
+@pytest.mark.parametrize("f", [lambda layers, w: torch.func.grad(lambda x: layers(x).sum())(w), choose_by_cond])
+def test_transforms_and_operators_inside_a_step_that_need_store(f, schedule):
+    chain = chain_of(f, layers=lambda: mlp(0.0))
+    chain.schedule = schedule
+    with pytest.raises(RecoveryError, match=r"^steps\.0 cannot drop .* Set the schedule of steps\.0 to 'store'"):
+        chain(*make_streams())
+
+
 @pytest.mark.parametrize("schedule", ["store", "invert"])
 @pytest.mark.parametrize("run", [jvp, dual_numbers, func_grad, vmap])
 def test_exact_arithmetic_has_no_derivatives_but_those_of_backward(run, schedule):

@@ -86,6 +86,18 @@ def test_a_source_of_difference_raises_in_the_backward_of_its_step(source, setti
         run(chain, lambda: change(chain))
 
 
+@pytest.mark.parametrize("mode", ["recompute", "selective"])
+def test_an_index_that_is_saved_last_raises(mode):
+    class Shuffled(nn.Linear):
+        def forward(self, w: Tensor) -> Tensor:
+            return super().forward(w)[..., torch.tensor(random.sample(range(6), 6))]
+
+    chain = ReversibleChain([Shuffled(6, 6) for _ in range(2)])
+    chain.schedule = mode
+    with pytest.raises(RecoveryError, match=r"^steps\.1 ran differently the second time: what autograd saves"):
+        run(chain)
+
+
 @pytest.mark.parametrize("bits", [False, True])
 def test_every_element_changes_a_fingerprint(bits):
     x = torch.randn(6, 4, dtype=torch.float64)
