@@ -55,7 +55,7 @@ def test_blocks_that_cannot_be_steps_stay_ordinary_with_the_reason(name):
     toy.blocks[1].forward = partial(narrow, None)
     before = [dict(m.__dict__) for m in toy.modules()]
     with pytest.raises(ConversionError, match=f"blocks.0 {reason}"):
-        revzoo.reversible_(toy, "blocks", batch=X)
+        revzoo.reversible_(toy, "blocks", batch=X.clone())
     assert [dict(m.__dict__) for m in toy.modules()] == before
 
 
