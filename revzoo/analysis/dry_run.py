@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.nn.parameter import is_lazy
 
 from revzoo.analysis.fake_tensors import FakeKernelError, find_fake_mode, is_divided_copy, make_fake, silence_failures
 from revzoo.device import has_value
@@ -258,9 +259,11 @@ def leave_autocast() -> Iterator[None]:
 
 
 def require_module(model: object) -> None:
-    """Raise InputError unless the model is a module."""
+    """Raise InputError unless the model is a module, and all of its parameters have a shape."""
     if not isinstance(model, nn.Module):
         raise InputError(f"The model must be a torch.nn.Module. Received: {type(model).__name__}.")
+    if lazy := next((name for name, p in model.named_parameters() if is_lazy(p)), None):
+        raise InputError(f"{lazy} has no shape yet. Call the model once with a batch: its lazy layers then get theirs.")
 
 
 def require_whole(model: nn.Module) -> None:

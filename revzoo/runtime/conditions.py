@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from revzoo.device import find_graph
 from revzoo.errors import RecoveryError
@@ -136,7 +137,7 @@ class Conditions:
                 "gradient is complete before the step runs again."
             )
         for tensor, strides in zip(self.fixed, self._strides, strict=False):  # none are known where nothing is compared
-            if _get_strides(tensor) != strides:
+            if strides and _get_strides(tensor) != strides:
                 raise RecoveryError(
                     f"{self.inventory.name(tensor)!r} of {self._name} has another order of memory than in forward, as after "
                     "model.to(memory_format=torch.channels_last), in which kernels round differently. Change it before forward."
@@ -193,7 +194,7 @@ class Conditions:
 
 
 def _get_strides(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.stride() if tensor.layout is torch.strided and not tensor.is_nested else ()
+    return tensor.stride() if tensor.layout is torch.strided and not tensor.is_nested and not is_lazy(tensor) else ()
 
 
 def _clone(buffers: Mapping[str, Tensor | None]) -> Tensors:

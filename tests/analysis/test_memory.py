@@ -227,6 +227,7 @@ def test_a_model_that_asks_for_a_value_is_counted_only_with_values():
         (nn.Linear(4, 4), torch.zeros(0, 4), r"at least one example. Received: \[\(0, 4\)\]"),
         (nn.Linear(4, 4), torch.zeros(2, 4, device="meta"), "Received: a meta or fake batch"),
         (torch.relu, torch.zeros(2), "must be a torch.nn.Module. Received: builtin_function_or_method"),
+        (nn.Sequential(nn.LazyLinear(2)), torch.zeros(2, 3), "0.weight has no shape yet. Call the model once"),
         (nn.Embedding(4, 4).requires_grad_(False), torch.tensor([1]), "No parameter of the model requires a gradient"),
     ],
 )

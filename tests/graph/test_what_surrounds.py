@@ -51,8 +51,8 @@ class Branching(nn.Sequential):
 
 def apply_half(module: nn.Module, batch: Tensor = BATCH) -> revzoo.ModulePlan:
     """Apply a plan for a budget between the smallest peak and that of storing everything."""
-    stored = revzoo.plan(module, batch, "1TB")
-    plan = revzoo.plan(module, batch, (stored.min_peak_bytes + stored.no_recompute_peak_bytes) // 2)
+    stored = revzoo.plan(module, batch, "1TB").peak_bytes
+    plan = revzoo.plan(module, batch, (revzoo.plan(module, batch, stored - 1).min_peak_bytes + stored) // 2)
     assert plan.drops_something
     plan.apply(module, batch)
     return plan
