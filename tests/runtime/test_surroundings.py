@@ -446,7 +446,7 @@ def test_parameters_without_a_shape_are_refused(schedule):
     chain = ReversibleChain([nn.LazyLinear(6) for _ in range(4)])
     chain.schedule = schedule
     streams = [x.float() for x in make_streams()]
-    message = r"steps\.0 changes its 'weight' in forward.*lazy modules need one call under torch\.no_grad\(\) first"
+    message = r"steps\.0 changes its 'weight' in forward.*as lazy ones, need one under torch\.no_grad\(\) first"
     with pytest.raises(RecoveryError, match=message):
         chain(*streams)
     with torch.no_grad():
