@@ -116,4 +116,6 @@ X = torch.linspace(-1, 1, 24).view(4, 6)
 def switch_checkpointing(model, how):
     """Switch checkpointing of a model of Transformers on or off, under its name in the present version."""
     name = f"activation_checkpointing_{how}"
-    getattr(model, name if hasattr(model, name) else f"gradient_checkpointing_{how}")()
+    # Enabled with the variant that stops early, which older versions do not take by themselves.
+    arguments = ({"use_reentrant": False},) if how == "enable" else ()
+    getattr(model, name if hasattr(model, name) else f"gradient_checkpointing_{how}")(*arguments)
