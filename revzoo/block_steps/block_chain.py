@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from revzoo.block_steps.chain_position import Position, find_position, is_noted, note_position
 from revzoo.block_steps.conventions import (
+    SWITCH_CHECKPOINTING_OFF,
     find_place,
     find_state,
     get_state,
@@ -252,8 +253,7 @@ class BlockStep(nn.Module):
         if self.block.training and any(is_checkpointed(m) for m in (self.block, self.chain.owner) if m is not None):
             raise InputError(
                 f"{self.name} is reversible, so there is no input that gradient checkpointing would have to keep. Received: "
-                "both. Switch it off: model.activation_checkpointing_disable() of Transformers "
-                "(gradient_checkpointing_disable() in older versions), model.set_grad_checkpointing(False) of timm."
+                f"both. {SWITCH_CHECKPOINTING_OFF}"
             )
         arguments = Arguments(*put_state(None, key, args, kwargs), key, x.dtype, returned, extras)
         if is_exporting():

@@ -18,6 +18,7 @@ from revzoo.block_steps.row_size import LEAST_DIGITS, measure_smallest_row
 from revzoo.device import has_float64
 from revzoo.dtype import HALF
 from revzoo.in_place.similarity import run_network
+from revzoo.runtime.attributes import Attributes
 from revzoo.runtime.exact import GRIDS
 
 FRACTION_BITS = (4, 40)  # the fewest and the most
@@ -241,17 +242,13 @@ def watched_calls(
         own = block.__dict__.get("forward") or partial(type(block).forward, block)
         return lambda *args, **kwargs: watch(name, own, args, kwargs)
 
-    own = {block: block.__dict__.get("forward") for block in blocks.values()}
+    attributes = Attributes(*blocks.values())
     try:
         for name, block in blocks.items():
             block.__dict__["forward"] = stand_in(name, block)
         yield
     finally:
-        for block, forward in own.items():
-            if forward is None:
-                block.__dict__.pop("forward", None)
-            else:
-                block.__dict__["forward"] = forward
+        attributes.restore()
 
 
 def _is_like(t: Any, x: Tensor) -> bool:
