@@ -108,9 +108,9 @@ def choose_chains(model: nn.Module, lists: BlockLists, surveys: Mapping[str, Blo
             chains[each + span] = {name: lists[each][name] for name in run}
     _require_distinct(chains)
     inside = {name for run in chains.values() for name in run}
-    alone = (
-        f"differs in {'class or weights' if surveys is None else 'its state'} from the blocks next to it that could be steps"
-    )
+    alone = "differs in class or weights from the blocks next to it"
+    if surveys is not None:
+        alone = "could be a step, but no block before or after it has the same state and could be one, too"
     ordinary = {name: reasons.get(name, alone) for path in chosen for name in lists[path] if name not in inside}
     return Choice(chains, ordinary, left)
 
@@ -260,10 +260,8 @@ def _number_out(path: str) -> str:
 
 def _explain(model: nn.Module, lists: BlockLists, reasons: Mapping[str, str], has_batch: bool) -> str:
     """Return why no list of a network has blocks for a chain."""
-    wanted, advice = (
-        "that can be steps of a chain: each returns its state with something added, in the same shape and dtype",
-        "",
-    )
+    wanted = "that can be steps of a chain: each returns its state with something added, in the same shape and dtype"
+    advice = ""
     if not has_batch:
         wanted = "of one class and size"
         advice = " A batch may show more, since blocks of several classes are then tried, too: reversible_(model, batch=batch)."
