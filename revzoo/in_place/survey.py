@@ -107,8 +107,8 @@ class BlockSurvey:
             )
         elif len(unrelated) == len(fitting):
             self.reason = (
-                f"is no residual map: it returns {counts[fitting[0]][0]:.2f} times its input, and "
-                "a rest unrelated to it, and the next block would not understand a sum with the state before"
+                f"is no residual map: it returns {counts[fitting[0]][0]:.2f} times its input and something unrelated, and a "
+                "step has to return its state with something added"
             )
         else:
             self.place = max(fitting, key=lambda i: counts[i][0] / (counts[i][1] or 1.0))
@@ -151,7 +151,7 @@ def choose_grids(
             notes.append(f"{path}: states are float64, because the 24 binary digits of float32 do not hold {words}")
         elif sizes.smallest < resolved:
             in_eval = " in eval mode; in training mode they are larger" if smallest >= resolved else ""
-            notes.append(f"{path}: the grid does not resolve {words}{in_eval}")
+            notes.append(f"{path}: the grid is too coarse for {words}{in_eval}")
     return grids, tuple(notes)
 
 

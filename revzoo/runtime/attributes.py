@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Size, Tensor, device, dtype, nn
 
+_MOST = 100_000  # objects that are looked into, those nearest to the module first: a module may hold a data set
 _PLAIN = {str, int, float, complex, bool, bytes, type(None), Size, device, dtype, BuiltinFunctionType, ModuleType}
 # Packages whose objects are not looked into: locks, queues and caches are their own affair.
 _CLOSED = sys.stdlib_module_names | {"torch", "numpy", "revzoo"}
@@ -95,10 +96,10 @@ class Contents(_Snapshot):
 
     def __init__(self, root: object, *, follows_functions: bool = False):
         super().__init__()
-        known, waiting = {id(root)}, [root]
+        known, waiting = {id(root)}, deque([root])
         skipped = _PLAIN if follows_functions else {*_PLAIN, FunctionType}
-        while waiting:
-            for inside in self._look_into(waiting.pop()):
+        while waiting and len(known) < _MOST:
+            for inside in self._look_into(waiting.popleft()):
                 if type(inside) not in skipped and id(inside) not in known:
                     known.add(id(inside))
                     waiting.append(inside)
