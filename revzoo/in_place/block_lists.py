@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from torch import nn
 
@@ -18,20 +17,6 @@ from revzoo.runtime.replaced_call import is_replaced
 
 BlockLists = dict[str, dict[str, nn.Module]]  # by the path of a list: its blocks, by their names in the network
 _USE_PLAN = "revzoo.plan(model, batch, budget) needs no list of blocks."
-
-
-class Choice(NamedTuple):
-    """Which blocks become chains.
-
-    Args:
-        chains: by the path of each: that of its list, with a slice if there are several in it.
-        ordinary: why the other blocks of these lists stay as they are, by name.
-        left: paths of other lists that have blocks for a chain.
-    """
-
-    chains: BlockLists
-    ordinary: dict[str, str]
-    left: tuple[str, ...]
 
 
 def find_lists(model: nn.Module, paths: Sequence[str], has_batch: bool) -> BlockLists:
@@ -69,7 +54,9 @@ def find_lists(model: nn.Module, paths: Sequence[str], has_batch: bool) -> Block
     return lists
 
 
-def choose_chains(model: nn.Module, lists: BlockLists, surveys: Mapping[str, BlockSurvey] | None, is_named: bool) -> Choice:
+def choose_chains(
+    model: nn.Module, lists: BlockLists, surveys: Mapping[str, BlockSurvey] | None, is_named: bool
+) -> tuple[BlockLists, dict[str, str], tuple[str, ...]]:
     """Return which blocks become chains: of every named list, or of the longest one and those like it.
 
     A chain is every run of two or more blocks, one after the other, that can be steps. With a batch, the survey says which can.
@@ -81,16 +68,15 @@ def choose_chains(model: nn.Module, lists: BlockLists, surveys: Mapping[str, Blo
         model: the network.
         lists: as from `find_lists`.
         surveys: of their blocks, by name; None without a batch.
-        is_named: whether the lists were named.
+        is_named: whether the lists were named. Then, without a batch, blocks may be of several classes.
+    Returns:
+        The blocks of chains, by their path: that of a list, with a slice if there are several in it; why the other blocks of
+        these lists stay ordinary, by name; and the paths of other lists that have blocks for a chain.
     Raises:
         ConversionError: no two such blocks, with the reasons; or a block is in two lists, or part of another one.
     """
     reasons = {name: reason for path in lists for name, reason in _find_reasons(lists[path], surveys, is_named).items()}
-    runs = {path: _find_runs(blocks, reasons, surveys) for path, blocks in lists.items()}
-    if is_named and surveys is None:  # the user says that blocks of several classes follow one another, but not as a stage does
-        for path, blocks in lists.items():
-            if [list(blocks)[1:]] != runs[path]:
-                runs[path] = _find_runs(blocks, reasons, surveys, any_class=True)
+    runs = {path: _find_runs(blocks, reasons, surveys, any_class=is_named) for path, blocks in lists.items()}
     if is_named:
         if missed := [path for path in lists if not runs[path]]:
             raise ConversionError(
@@ -112,7 +98,7 @@ def choose_chains(model: nn.Module, lists: BlockLists, surveys: Mapping[str, Blo
     if surveys is not None:
         alone = "could be a step, but no block before or after it has the same state and could be one, too"
     ordinary = {name: reasons.get(name, alone) for path in chosen for name in lists[path] if name not in inside}
-    return Choice(chains, ordinary, left)
+    return chains, ordinary, left
 
 
 def _require_ordinary(model: nn.Module) -> None:
@@ -199,7 +185,7 @@ def _find_runs(
     blocks: Mapping[str, nn.Module],
     reasons: Mapping[str, str],
     surveys: Mapping[str, BlockSurvey] | None,
-    any_class: bool = False,
+    any_class: bool,
 ) -> list[list[str]]:
     """Return the names of blocks that can be steps of one chain: every run of two or more."""
     runs: list[list[str]] = [[]]
