@@ -9,6 +9,7 @@ from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from operator import is_
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -121,11 +122,11 @@ class _Mapping:
     def restore(self) -> bool:
         now, then, base = self._now, self._then, self._base
         entries = self._list_entries()
-        in_order = len(entries) <= len(then) and all(key is other for (key, _), other in zip(entries, then, strict=False))
-        if in_order and len(entries) == len(then) and all(value is then[key] for key, value in entries):
+        if len(entries) == len(then) and all(map(is_, chain.from_iterable(entries), chain.from_iterable(then.items()))):
             return False
         for key in [key for key, _ in entries if key not in then]:
             base.__delitem__(now, key)
+        in_order = all(map(is_, [key for key, _ in entries if key in then], then))
         for key, value in then.items():
             if not in_order and key in dict.keys(now):
                 base.__delitem__(now, key)  # to be the last
