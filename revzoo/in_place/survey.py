@@ -144,7 +144,8 @@ def choose_grids(
         own = next((state[1] for name in blocks if (state := surveys[name].state) is not None), torch.float32)
         own = torch.float32 if own in HALF else own
         grids[path] = None, (bits := _count_fraction_bits(sizes, own))
-        smallest, resolved = (training[path] if training[path].largest else sizes).smallest, 2.0 ** (LEAST_DIGITS - bits)
+        resolved = 2.0 ** (LEAST_DIGITS - bits)
+        smallest = (training[path] if training[path].largest else sizes).smallest
         words = f"tokens or pixels of {sizes.smallest:.2g} beside elements of {sizes.largest:.2g}"
         if smallest < resolved and own is not torch.float64 and has_more_digits:
             grids[path] = torch.float64, _count_fraction_bits(sizes, torch.float64)
