@@ -7,6 +7,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,6 +59,22 @@ def _fresh_accelerate() -> Iterator[None]:
     if (state := sys.modules.get("accelerate.state")) is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are drawn, once they are."""
+    from matplotlib.figure import Figure
+
+    drawn: list[Any] = []
+    save = Figure.savefig
+
+    def save_and_keep(figure: Any, *args: Any, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", save_and_keep)
+    return drawn
 
 
 @pytest.fixture

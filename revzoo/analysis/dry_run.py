@@ -45,11 +45,8 @@ def accumulated_gradients(model: nn.Module) -> Iterator[None]:
             if p.requires_grad:
                 p.grad = torch.zeros_like(p)
 
-    handle = model.register_forward_pre_hook(add_gradients, prepend=True)  # before FSDP gathers the parameters
-    try:
+    with model.register_forward_pre_hook(add_gradients, prepend=True):  # before FSDP gathers the parameters
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -74,11 +71,8 @@ def updates_in_backward(model: nn.Module, update_bytes: Sequence[int]) -> Iterat
 
             following.enter_context(take_gradients(model.parameters(), take))
 
-        handle = model.register_forward_pre_hook(follow)
-        try:
+        with model.register_forward_pre_hook(follow):
             yield
-        finally:
-            handle.remove()
 
 
 @contextmanager
@@ -175,16 +169,20 @@ def _preserve_settings(device: torch.device) -> Iterator[None]:
     finally:
         settings.leave(entered)
         torch.set_grad_enabled(grad_mode)
-        for _ in range(_count_autocast(), depth):
-            torch.autocast_increment_nesting()
-        for _ in range(depth, _count_autocast()):
-            torch.autocast_decrement_nesting()
+        _set_autocast_depth(depth)
 
 
 def _count_autocast() -> int:
     """Return how many blocks of autocast are entered."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
+
+
+def _set_autocast_depth(depth: int) -> None:
+    for _ in range(_count_autocast(), depth):
+        torch.autocast_increment_nesting()
+    for _ in range(depth, _count_autocast()):
+        torch.autocast_decrement_nesting()
 
 
 @contextmanager
@@ -247,13 +245,11 @@ def leave_autocast() -> Iterator[None]:
     try:
         for kind in kinds:
             torch.set_autocast_enabled(kind, False)
-        for _ in range(depth):
-            torch.autocast_decrement_nesting()
+        _set_autocast_depth(0)
         torch.clear_autocast_cache()
         yield
     finally:
-        for _ in range(_count_autocast(), depth):
-            torch.autocast_increment_nesting()
+        _set_autocast_depth(depth)
         for kind in kinds:
             torch.set_autocast_enabled(kind, True)
 

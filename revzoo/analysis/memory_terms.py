@@ -85,11 +85,8 @@ class OperationLog(LiveBytes):
 
         The hook is a global one, because a layer with a hook of its own is not inverted.
         """
-        handle = register_module_forward_pre_hook(self.begin_call)
-        try:
+        with register_module_forward_pre_hook(self.begin_call):
             yield
-        finally:
-            handle.remove()
 
     def begin_backward(self, loss: Tensor) -> Tensor:
         """Return the gradient of the loss, from which backward begins."""

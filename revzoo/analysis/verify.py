@@ -42,7 +42,7 @@ _SHARE = 1e-2
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """CompareFunction of a model's schedule with storing all activations.
+    """Comparison of a model's schedule with storing all activations.
 
     Args:
         dtype: the coarsest precision in use: of weights, streams, or autocast.

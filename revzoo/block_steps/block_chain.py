@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from revzoo.block_steps.chain_position import Position, find_position, is_noted, note_position
 from revzoo.block_steps.conventions import (
+    SWITCH_CHECKPOINTING_OFF,
     find_place,
     find_state,
     get_state,
@@ -33,7 +34,7 @@ from revzoo.block_steps.conventions import (
     put_state,
     replace_state,
 )
-from revzoo.block_steps.row_size import COARSER, warn_of_lost_rows
+from revzoo.block_steps.row_size import warn_of_lost_rows
 from revzoo.dtype import HALF
 from revzoo.errors import InputError
 from revzoo.runtime.chain_link import run_link
@@ -51,6 +52,12 @@ from revzoo.runtime.schedule import check_schedule
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.update import Step
+
+# What to do where states leave the grid.
+_COARSER = (
+    "call revzoo.ordinary_(model) and reversible_ again: with batch=, a batch like this one, for which it chooses a grid, or "
+    "with fewer fraction_bits"
+)
 
 
 class BlockChain:
@@ -252,8 +259,7 @@ class BlockStep(nn.Module):
         if self.block.training and any(is_checkpointed(m) for m in (self.block, self.chain.owner) if m is not None):
             raise InputError(
                 f"{self.name} is reversible, so there is no input that gradient checkpointing would have to keep. Received: "
-                "both. Switch it off: model.activation_checkpointing_disable() of Transformers "
-                "(gradient_checkpointing_disable() in older versions), model.set_grad_checkpointing(False) of timm."
+                f"both. {SWITCH_CHECKPOINTING_OFF}"
             )
         arguments = Arguments(*put_state(None, key, args, kwargs), key, x.dtype, returned, extras)
         if is_exporting():
@@ -332,7 +338,7 @@ class BlockStep(nn.Module):
         if position is None or position.grid.dtype != dtype:
             schedule = self.chain._schedule
             will_invert = any(mode.inverts for mode in schedule)
-            grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert, remedy=COARSER)
+            grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert, remedy=_COARSER)
             first = grid.round(x)
             grid.watch(first, f"as the input of {self.name}")
             # Once, because a device has to wait for it.

@@ -9,6 +9,10 @@ from torch import Tensor, nn
 
 from revzoo.errors import InputError
 
+SWITCH_CHECKPOINTING_OFF = (
+    "First call model.activation_checkpointing_disable() of Transformers (gradient_checkpointing_disable() in older versions), "
+    "or model.set_grad_checkpointing(False) of timm."
+)
 _CHECKPOINTING = ("gradient_checkpointing", "grad_checkpointing")  # the flags of Transformers and of timm
 
 

@@ -10,11 +10,6 @@ from revzoo.device import has_value, is_capturing
 from revzoo.sharded import is_sharded
 
 LEAST_DIGITS = 5  # binary, of a row on the grid: rounding then changes it by at most a percent, about as 8 kept bits do
-# What to do where states leave the grid.
-COARSER = (
-    "call revzoo.ordinary_(model) and reversible_ again: with batch=, a batch like this one, for which it chooses a grid, or "
-    "with fewer fraction_bits"
-)
 
 
 def measure_smallest_row(state: Tensor) -> float:

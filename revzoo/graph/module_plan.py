@@ -302,19 +302,14 @@ class _PlannedCall:
 
     def _warn_of_nothing(self) -> None:
         modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if not mode.ignore_compile_internals()]
-        why = next(describe_backward_hooks(self._module), "")
+        off = "torch.compile is off: see TORCH_COMPILE_DISABLE, torch._dynamo.config.disable, torch.compiler.set_stance."
+        why = next(describe_backward_hooks(self._module), off)
         if modes:
             why = (
                 f"torch.compile captures no graph under the dispatch mode {join_names(modes)}. Leave it, or let its class have "
                 "a method ignore_compile_internals that returns True."
             )
-        self._warn(
-            f"The plan of {self._setting.model} steps aside, and this call stores everything. "
-            + (
-                why
-                or "torch.compile is off: see TORCH_COMPILE_DISABLE, torch._dynamo.config.disable, torch.compiler.set_stance."
-            )
-        )
+        self._warn(f"The plan of {self._setting.model} steps aside, and this call stores everything. {why}")
 
     def _warn(self, message: str) -> None:
         if not self._has_warned:

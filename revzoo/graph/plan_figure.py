@@ -12,10 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from revzoo.display.figures.base import LEFT, draw_heading, mark_bytes, new_figure, save, simplify_axes
+from revzoo.display.figures.base import LEFT, draw_heading, save
 from revzoo.display.figures.modes import CHARACTER
-from revzoo.display.figures.plan import draw_fixed_bytes, draw_front, draw_limits, draw_peak
-from revzoo.display.style import BLUE, CREAM, INK, LIGHT_BLUE, LIGHT_GREY, LIGHT_ORANGE, MODE_COLORS, PALE
+from revzoo.display.figures.plan import GAP, RIGHT, draw_front, draw_memory, lay_out
+from revzoo.display.style import INK, LIGHT_GREY, MODE_COLORS, PALE
 from revzoo.format import format_bytes
 from revzoo.graph.counted_step import CallDetails, Phase, PlanDetails
 from revzoo.graph.module_plan import ModulePlan
@@ -23,7 +23,7 @@ from revzoo.graph.plan_table import name_parts
 from revzoo.planning.comparison import SchedulePoint
 from revzoo.runtime.mode import Mode
 
-_RIGHT, _GAP, _SIDE, _STEP = 0.3, 0.25, 3.2, 10.6  # margins, and the widths of both panels [inch]
+_SIDE, _STEP = 3.2, 10.6  # widths of both panels [inch]
 _NARROWEST = 0.14  # part of a module that is named [inch]
 _COLORS = {"keeps": MODE_COLORS[Mode.STORE], "again": MODE_COLORS[Mode.RECOMPUTE], "neither": LIGHT_GREY}
 _MEANINGS = {
@@ -46,18 +46,13 @@ def plot_module_plan(plan: ModulePlan, details: PlanDetails, path: str | Path) -
     inch = edges[-1] / _STEP
     parts = _find_parts(phases, details.calls, inch)
     upright = [len(label) for label, start, end in parts if _is_upright(label, start, end, inch)]
-    width, rise, below = LEFT + _STEP + _GAP + _SIDE + _RIGHT, 3.9, 0.3 + 0.85 * CHARACTER * max(upright, default=0)
-    bottom = 0.55 + below + 0.4
-    height = bottom + rise + 1.35
-    figure = new_figure(width, height)
-    memory = figure.add_axes((LEFT / width, bottom / height, _STEP / width, rise / height))
-    cells = figure.add_axes((LEFT / width, (bottom - 0.36) / height, _STEP / width, 0.28 / height))
-    names = figure.add_axes((LEFT / width, 0.5 / height, _STEP / width, below / height))
+    below = 0.3 + 0.85 * CHARACTER * max(upright, default=0)
+    figure, memory, cells, names, beside = lay_out(LEFT + _STEP + GAP + _SIDE + RIGHT, _STEP, below, 0.5, _SIDE)
     draw_heading(figure, plan.setting.model, _describe(plan))
     top = _draw_memory(memory, plan, details, phases, edges, inch)
     _draw_cells(cells, phases, details.calls, edges, inch)
     _draw_names(names, parts, phases, edges, inch, below)
-    beside = figure.add_axes(((LEFT + _STEP + _GAP) / width, bottom / height, _SIDE / width, rise / height))
+    assert beside is not None
     _draw_other_budgets(beside, plan, details, top)
     _draw_legend(figure, details.calls)
     save(figure, path)
@@ -94,32 +89,14 @@ def _draw_memory(
     axes: Axes, plan: ModulePlan, details: PlanDetails, phases: Sequence[Phase], edges: Sequence[float], inch: float
 ) -> float:
     """Draw the peak of every phase, and return the top of the axis."""
-    sizes, right = [phase.bytes for phase in phases], edges[-1]
-    highest = max(plan.no_recompute_peak_bytes, *sizes)
-    top = 1.12 * float(max(highest, plan.budget_bytes if plan.budget_bytes < 1.35 * highest else 0))
     (loss,) = (k for k, phase in enumerate(phases) if phase.kind == "loss")
-    axes.axvspan(edges[loss + 1], right, color=CREAM, lw=0)
-    axes.stairs(sizes, edges, baseline=0, fill=True, color=LIGHT_BLUE)
-    for is_again, run in groupby(range(len(phases)), key=lambda k: phases[k].kind == "recovery"):
-        if is_again:
-            first, *_, last = [*(own := list(run)), own[-1]]
-            axes.stairs(sizes[first : last + 1], edges[first : last + 2], baseline=0, fill=True, color=LIGHT_ORANGE)
-    axes.stairs(sizes, edges, baseline=None, color=BLUE, lw=1.2)
-    draw_fixed_bytes(axes, details.fixed_bytes, right, top)
-    for x in edges[loss : loss + 2]:
-        axes.axvline(x, color=PALE, lw=0.8, ls=(0, (2, 2)))
-    titles = ((edges[loss] / 2, "forward"), ((edges[loss + 1] + right) / 2, "backward, with what runs again"))
-    for x, title in titles:
-        axes.text(x, top * 1.012, title, fontsize=9.5, color=INK, ha="center", va="bottom")
-    draw_limits(axes, plan.budget_bytes, plan.no_recompute_peak_bytes, right, top)
+    begin, end = edges[loss], edges[loss + 1]
+    titles = {begin / 2: "forward", (end + edges[-1]) / 2: "backward, with what runs again"}
+    runs = groupby(range(len(phases)), key=lambda k: phases[k].kind == "recovery")
+    again = [(own[0], own[-1]) for is_again, run in runs if is_again and (own := list(run))]
     where = _name_phase(max(phases, key=lambda phase: phase.bytes), details)
-    draw_peak(axes, sizes, edges, where, top, details.fixed_bytes, inch)
-    axes.set(xlim=(0, right), ylim=(0, top))
-    axes.set_ylabel("peak memory", fontsize=9, color=INK)
-    mark_bytes(axes.yaxis, 0, top)
-    simplify_axes(axes)
-    axes.xaxis.set_visible(False)
-    return top
+    limits, sizes = (plan.budget_bytes, plan.no_recompute_peak_bytes), [phase.bytes for phase in phases]
+    return draw_memory(axes, sizes, edges, (begin, end), titles, limits, where, details.fixed_bytes, inch, again)
 
 
 def _name_phase(phase: Phase, details: PlanDetails) -> str:

@@ -2,15 +2,14 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from revzoo.analysis.chains import find_chains
 from revzoo.analysis.dry_run import require_module
 from revzoo.block_steps.block_chain import get_step
-from revzoo.block_steps.conventions import is_checkpointed
+from revzoo.block_steps.conventions import SWITCH_CHECKPOINTING_OFF, is_checkpointed
 from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
 from revzoo.in_place.survey import BlockSurvey
 from revzoo.runtime.compiling import is_compiled
@@ -18,20 +17,6 @@ from revzoo.runtime.replaced_call import is_replaced
 
 BlockLists = dict[str, dict[str, nn.Module]]  # by the path of a list: its blocks, by their names in the network
 _USE_PLAN = "revzoo.plan(model, batch, budget) needs no list of blocks."
-
-
-class Choice(NamedTuple):
-    """Which blocks become chains.
-
-    Args:
-        chains: by the path of each: that of its list, with a slice if there are several in it.
-        ordinary: why the other blocks of these lists stay as they are, by name.
-        left: paths of other lists that have blocks for a chain.
-    """
-
-    chains: BlockLists
-    ordinary: dict[str, str]
-    left: tuple[str, ...]
 
 
 def find_lists(model: nn.Module, paths: Sequence[str], has_batch: bool) -> BlockLists:
@@ -69,7 +54,9 @@ def find_lists(model: nn.Module, paths: Sequence[str], has_batch: bool) -> Block
     return lists
 
 
-def choose_chains(model: nn.Module, lists: BlockLists, surveys: Mapping[str, BlockSurvey] | None, is_named: bool) -> Choice:
+def choose_chains(
+    model: nn.Module, lists: BlockLists, surveys: Mapping[str, BlockSurvey] | None, is_named: bool
+) -> tuple[BlockLists, dict[str, str], tuple[str, ...]]:
     """Return which blocks become chains: of every named list, or of the longest one and those like it.
 
     A chain is every run of two or more blocks, one after the other, that can be steps. With a batch, the survey says which can.
@@ -81,16 +68,15 @@ def choose_chains(model: nn.Module, lists: BlockLists, surveys: Mapping[str, Blo
         model: the network.
         lists: as from `find_lists`.
         surveys: of their blocks, by name; None without a batch.
-        is_named: whether the lists were named.
+        is_named: whether the lists were named. Then, without a batch, blocks may be of several classes.
+    Returns:
+        The blocks of chains, by their path: that of a list, with a slice if there are several in it; why the other blocks of
+        these lists stay ordinary, by name; and the paths of other lists that have blocks for a chain.
     Raises:
         ConversionError: no two such blocks, with the reasons; or a block is in two lists, or part of another one.
     """
     reasons = {name: reason for path in lists for name, reason in _find_reasons(lists[path], surveys, is_named).items()}
-    runs = {path: _find_runs(blocks, reasons, surveys) for path, blocks in lists.items()}
-    if is_named and surveys is None:  # the user says that blocks of several classes follow one another, but not as a stage does
-        for path, blocks in lists.items():
-            if [list(blocks)[1:]] != runs[path]:
-                runs[path] = _find_runs(blocks, reasons, surveys, any_class=True)
+    runs = {path: _find_runs(blocks, reasons, surveys, any_class=is_named) for path, blocks in lists.items()}
     if is_named:
         if missed := [path for path in lists if not runs[path]]:
             raise ConversionError(
@@ -100,18 +86,19 @@ def choose_chains(model: nn.Module, lists: BlockLists, surveys: Mapping[str, Blo
     elif not any(runs.values()):
         raise ConversionError(_explain(model, lists, reasons, surveys is not None))
     chosen, left = (list(lists), ()) if is_named else _choose(lists, runs, surveys)
-    chains = {
-        path: {name: lists[each][name] for name in run}
-        for each in chosen
-        for path, run in _name_chains(each, list(lists[each]), runs[each])
-    }
+    chains: BlockLists = {}
+    for each in chosen:
+        for run in runs[each]:
+            start = list(lists[each]).index(run[0])
+            span = f"[{start}:{start + len(run)}]" if len(runs[each]) > 1 else ""
+            chains[each + span] = {name: lists[each][name] for name in run}
     _require_distinct(chains)
     inside = {name for run in chains.values() for name in run}
-    alone = (
-        "differs in class or weights from the blocks beside it" if surveys is None else "has no block beside it that fits it"
-    )
+    alone = "differs in class or weights from the blocks next to it"
+    if surveys is not None:
+        alone = "could be a step, but no block before or after it has the same state and could be one, too"
     ordinary = {name: reasons.get(name, alone) for path in chosen for name in lists[path] if name not in inside}
-    return Choice(chains, ordinary, left)
+    return chains, ordinary, left
 
 
 def _require_ordinary(model: nn.Module) -> None:
@@ -129,8 +116,7 @@ def _require_ordinary(model: nn.Module) -> None:
         if is_checkpointed(module):
             raise InputError(
                 "Gradient checkpointing keeps the input of every block, reversible blocks keep none. Received: both, for "
-                f"{name or type(model).__name__}. First call model.activation_checkpointing_disable() of Transformers "
-                "(gradient_checkpointing_disable() in older versions), or model.set_grad_checkpointing(False) of timm."
+                f"{name or type(model).__name__}. {SWITCH_CHECKPOINTING_OFF}"
             )
 
 
@@ -199,7 +185,7 @@ def _find_runs(
     blocks: Mapping[str, nn.Module],
     reasons: Mapping[str, str],
     surveys: Mapping[str, BlockSurvey] | None,
-    any_class: bool = False,
+    any_class: bool,
 ) -> list[list[str]]:
     """Return the names of blocks that can be steps of one chain: every run of two or more."""
     runs: list[list[str]] = [[]]
@@ -238,40 +224,31 @@ def _choose(
     lists: BlockLists, runs: Mapping[str, Sequence[Sequence[str]]], surveys: Mapping[str, BlockSurvey] | None
 ) -> tuple[list[str], tuple[str, ...]]:
     """Return the paths of the longest list and of those like it, and the paths of others; runs inside blocks do not count."""
-    found: dict[str, tuple[int, int, bool]] = {}
+    sizes: dict[str, tuple[int, int, bool]] = {}
+    blocks = {path: {name: lists[path][name] for run in runs[path] for name in run} for path in lists}
     parts: set[nn.Module] = set()
-    for path in lists:  # outer lists come first
-        blocks = [lists[path][name] for run in runs[path] for name in run]
-        if blocks and not parts.intersection(blocks):
-            is_uniform = len({type(block) for block in blocks}) == 1
-            clear = 0 if surveys is None else sum(surveys[name].is_clear for run in runs[path] for name in run)
-            found[path] = (clear, len(blocks), is_uniform)
+    for path, own in blocks.items():  # outer lists come first
+        if own and parts.isdisjoint(own.values()):
+            is_uniform = len({type(block) for block in own.values()}) == 1
+            clear = 0 if surveys is None else sum(surveys[name].is_clear for name in own)
+            sizes[path] = (clear, len(own), is_uniform)
             if is_uniform:
-                parts |= {part for block in blocks for part in block.modules()}
-    longest = max(found, key=lambda path: found[path])
-    alike = [path for path in found if _number_out(path) == _number_out(longest)]
-    inside = {part for path in alike for run in runs[path] for name in run for part in lists[path][name].modules()}
-    outside = {path for path in found if any(block in inside for block in lists[path].values())}
-    return alike, tuple(path for path in found if path not in alike and path not in outside)
+                parts |= {part for block in own.values() for part in block.modules()}
+    longest = max(sizes, key=lambda path: sizes[path])
+    alike = [path for path in sizes if _number_out(path) == _number_out(longest)]
+    inside = {part for path in alike for block in blocks[path].values() for part in block.modules()}
+    return alike, tuple(path for path in sizes if path not in alike and inside.isdisjoint(lists[path].values()))
 
 
 def _number_out(path: str) -> str:
     return re.sub(r"\d+", "#", path)
 
 
-def _name_chains(path: str, names: list[str], runs: Sequence[Sequence[str]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the path and the names of every chain in a list."""
-    for run in runs:
-        start = names.index(run[0])
-        yield path if len(runs) == 1 else f"{path}[{start}:{start + len(run)}]", list(run)
-
-
 def _explain(model: nn.Module, lists: BlockLists, reasons: Mapping[str, str], has_batch: bool) -> str:
     """Return why no list of a network has blocks for a chain."""
-    if has_batch:
-        wanted = "that could be the steps of a chain: each returns its state with something added, in the same shape and dtype"
-        advice = ""
-    else:
+    wanted = "that can be steps of a chain: each returns its state with something added, in the same shape and dtype"
+    advice = ""
+    if not has_batch:
         wanted = "of one class and size"
         advice = " A batch may show more, since blocks of several classes are then tried, too: reversible_(model, batch=batch)."
     nearest: dict[str, str] = {}  # the longest list of every kind
@@ -291,5 +268,5 @@ def _describe(blocks: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> st
     kinds = " and ".join(f"{count} {kind}" for kind, count in counts.items())
     first = next((f"{name} {reasons[name]}" for name in blocks if name in reasons), "")
     alone = [name for name in blocks if name not in reasons]
-    rest = f"no block fits beside {join_names(alone, most=2)}" if alone else ""
+    rest = f"of the others ({join_names(alone, most=2)}), no two in a row fit each other" if alone else ""
     return f"{kinds}: {'; '.join(filter(None, (first, rest)))}"

@@ -157,13 +157,12 @@ def inplace_abn_(model: nn.Module, batch: Any = None, *, relu_slope: float | Non
                 reasons = "; ".join(sorted(set(left.values()))) or "the model has no BatchNorm2d"
                 raise InputError(f"No BatchNorm can keep its output in place of its input. Received: {reasons}.")
             _restore(ordinary.values(), ())
-            report = InPlaceABNReport(
+            return InPlaceABNReport(
                 folded, tuple(left.items()), tuple(relus), relu_slope, _compare(before, after), bytes_before, bytes_after
             )
         except BaseException:
             _restore(norms.values(), relus.values())
             raise
-    return report
 
 
 def _make_batch(model: nn.Module) -> Any:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,9 +13,9 @@ from revzoo.analysis.report import MemoryReport
 from revzoo.analysis.step_memory import run_and_measure
 from revzoo.block_steps.block_chain import BlockStep
 from revzoo.block_steps.conventions import leave_out_caches
-from revzoo.device import has_value
 from revzoo.errors import MissingValueError
 from revzoo.format import format_bytes
+from revzoo.in_place.survey import watched_calls
 from revzoo.runtime.drift import ignore_error_growth
 
 _WORTH = 0.95  # of checkpointing's peak: more is no gain that anybody would notice
@@ -79,10 +78,7 @@ def count_peaks(model: nn.Module, batch: Any, steps: Sequence[BlockStep], fake: 
                 step.remove()
                 stack.callback(step.install)
             stored = _count_memory(model, batch, fake)
-            for block in (step.block for step in steps):
-                own = block.__dict__.get("forward")
-                block.__dict__["forward"] = partial(_checkpoint, block.forward)
-                stack.callback(_put_back, block, own)
+            stack.enter_context(watched_calls({step.name: step.block for step in steps}, _checkpoint))
             return Peaks(stored, _count_memory(model, batch, fake), reversible)
     except Exception as error:  # a network may raise anything where its tensors have no values
         return f"the peak of a training step was not counted: {type(error).__name__}: {error}".partition("\n")[0]
@@ -94,20 +90,12 @@ def _count_memory(model: nn.Module, batch: Any, fake: bool) -> MemoryReport:
             with isolated(model, batch, fake=fake) as inputs:
                 return run_and_measure(model, inputs).memory
         except MissingValueError:
-            if not all(map(has_value, model.parameters())):
-                raise
+            pass  # and again with them, if the model has some
         with isolated(model, batch) as inputs:
             return run_and_measure(model, inputs).memory
 
 
-def _checkpoint(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpoint(_: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Without caches of keys and values, as Transformers does it: a second run would add to them.
     args, kwargs = leave_out_caches(args, kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def _put_back(block: nn.Module, own: Callable[..., Any] | None) -> None:
-    if own is None:
-        del block.__dict__["forward"]
-    else:
-        block.__dict__["forward"] = own

@@ -18,6 +18,7 @@ from revzoo.block_steps.row_size import LEAST_DIGITS, measure_smallest_row
 from revzoo.device import has_float64
 from revzoo.dtype import HALF
 from revzoo.in_place.similarity import run_network
+from revzoo.runtime.attributes import Attributes
 from revzoo.runtime.exact import GRIDS
 
 FRACTION_BITS = (4, 40)  # the fewest and the most
@@ -106,8 +107,8 @@ class BlockSurvey:
             )
         elif len(unrelated) == len(fitting):
             self.reason = (
-                f"is no residual map: it returns {counts[fitting[0]][0]:.2f} times its input, and "
-                "a rest unrelated to it, and the next block would not understand a sum with the state before"
+                f"is no residual map: it returns {counts[fitting[0]][0]:.2f} times its input and something unrelated, and a "
+                "step has to return its state with something added"
             )
         else:
             self.place = max(fitting, key=lambda i: counts[i][0] / (counts[i][1] or 1.0))
@@ -143,14 +144,15 @@ def choose_grids(
         own = next((state[1] for name in blocks if (state := surveys[name].state) is not None), torch.float32)
         own = torch.float32 if own in HALF else own
         grids[path] = None, (bits := _count_fraction_bits(sizes, own))
-        smallest, resolved = (training[path] if training[path].largest else sizes).smallest, 2.0 ** (LEAST_DIGITS - bits)
+        resolved = 2.0 ** (LEAST_DIGITS - bits)
+        smallest = (training[path] if training[path].largest else sizes).smallest
         words = f"tokens or pixels of {sizes.smallest:.2g} beside elements of {sizes.largest:.2g}"
         if smallest < resolved and own is not torch.float64 and has_more_digits:
             grids[path] = torch.float64, _count_fraction_bits(sizes, torch.float64)
             notes.append(f"{path}: states are float64, because the 24 binary digits of float32 do not hold {words}")
         elif sizes.smallest < resolved:
             in_eval = " in eval mode; in training mode they are larger" if smallest >= resolved else ""
-            notes.append(f"{path}: the grid does not resolve {words}{in_eval}")
+            notes.append(f"{path}: the grid is too coarse for {words}{in_eval}")
     return grids, tuple(notes)
 
 
@@ -241,17 +243,13 @@ def watched_calls(
         own = block.__dict__.get("forward") or partial(type(block).forward, block)
         return lambda *args, **kwargs: watch(name, own, args, kwargs)
 
-    own = {block: block.__dict__.get("forward") for block in blocks.values()}
+    attributes = Attributes(*blocks.values())
     try:
         for name, block in blocks.items():
             block.__dict__["forward"] = stand_in(name, block)
         yield
     finally:
-        for block, forward in own.items():
-            if forward is None:
-                block.__dict__.pop("forward", None)
-            else:
-                block.__dict__["forward"] = forward
+        attributes.restore()
 
 
 def _is_like(t: Any, x: Tensor) -> bool:

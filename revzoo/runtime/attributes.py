@@ -1,32 +1,73 @@
 """What modules hold, and setting it back after a run: attributes, tensors, submodules, hooks, and what is in containers.
 
-Entries are compared by identity, and only those that are others are set. They are read and written by the methods of the
-built-in types: a subclass may forbid writing, as configurations of diffusers do, or compare and iterate in ways of its own.
-Nothing is emptied to be filled again, so an error on the way never leaves less than there was.
+Entries are compared by identity. They are read and written by the methods of the built-in types: a subclass may forbid writing,
+as configurations of diffusers do, or compare and iterate in ways of its own.
 """
 
 import sys
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from operator import is_
-from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Size, Tensor, device, dtype, nn
 
-_MISSING = object()
-_MOST = 100_000  # objects that are looked into, those nearest to the module first
+_MOST = 100_000  # objects that are looked into, those nearest to the module first: a module may hold a data set
 _PLAIN = {str, int, float, complex, bool, bytes, type(None), Size, device, dtype, BuiltinFunctionType, ModuleType}
 # Packages whose objects are not looked into: locks, queues and caches are their own affair.
 _CLOSED = sys.stdlib_module_names | {"torch", "numpy", "revzoo"}
 _OPEN = (nn.Module, Tensor, UserDict, UserList, SimpleNamespace)  # but for these
 _OTHERS = (nn.Module, Tensor, FunctionType, MethodType, partial, tuple)  # what they hold is not a module's own
 _OWN = "_revzoo_"  # what this package remembers of modules
+_CONTAINERS: dict[type, Callable[[Any, Any], object]] = {list: list.extend, set: set.update, deque: deque.extend}
 
 
-class Attributes:
+class _Snapshot:
+    def __init__(self) -> None:
+        self._held: list[Callable[[], bool]] = []
+
+    def restore(self) -> bool:
+        """Set everything as it was, also where an error or Ctrl-C comes between; return whether anything had changed."""
+        has_changed, failures = False, list[BaseException]()
+        for restore in self._held:
+            for _ in range(2):  # what was interrupted begins again
+                try:
+                    has_changed |= restore()
+                    break
+                except BaseException as error:
+                    failures.append(error)
+        if failures:
+            raise failures[0]
+        return has_changed
+
+    def _look_into(self, each: Any) -> list[Any]:
+        """Note what an object holds now, and return it."""
+        kind, inside = type(each), list[Any]()
+        held: list[_Mapping | _Container | _Variable] = [_Mapping(each)] if issubclass(kind, dict) else []
+        held += [_Container(each, base) for base in _CONTAINERS if issubclass(kind, base)]
+        if issubclass(kind, tuple):
+            inside += tuple.__iter__(each)
+        elif kind is MethodType:
+            inside += each.__self__, each.__func__
+        elif issubclass(kind, partial):
+            inside += each.func, each.args, each.keywords
+        elif kind is FunctionType and not _is_closed(each):
+            inside += each.__defaults__, each.__kwdefaults__
+            for cell in each.__closure__ or ():
+                with suppress(ValueError):  # no value yet
+                    held.append(_Variable(cell))
+        if not issubclass(kind, type) and (issubclass(kind, _OPEN) or not _is_closed(kind)):
+            with suppress(AttributeError):
+                held.append(_Mapping(object.__getattribute__(each, "__dict__")))
+        self._held += [each.restore for each in held]
+        return [*inside, *(value for each in held for value in each.inside)]
+
+
+class Attributes(_Snapshot):
     """What modules have set on themselves: attributes, tensors, submodules, hooks; and in their containers and plain objects.
 
     A second run is thrown away, and so is what it sets: an average that f updates is updated once, and what f would put back at
@@ -34,21 +75,19 @@ class Attributes:
     """
 
     def __init__(self, *modules: nn.Module):
-        own = [m.__dict__ for m in modules]
-        inside = [value for attributes in own for value in attributes.values() if type(value) not in _PLAIN]
-        self._held: list[_Held] = [_Mapping(each, keeps_own=True) for each in own]
-        self._held += [held for each in inside if not isinstance(each, _OTHERS) for held in _look_into(each)]
-
-    def restore(self) -> bool:
-        """Set everything as it was; return whether anything had changed."""
-        return _restore_all(self._held)
+        super().__init__()
+        for attributes in (m.__dict__ for m in modules):
+            self._held.append(_Mapping(attributes, keeps_own=True).restore)
+            for value in attributes.values():
+                if type(value) not in _PLAIN and not isinstance(value, _OTHERS):
+                    self._look_into(value)
 
 
-class Contents:
+class Contents(_Snapshot):
     """What can be reached from an object: the entries of dicts, lists, sets and deques, and the attributes of objects.
 
-    Objects are followed through attributes, slots, tuples, bound methods and `functools.partial`. Attributes of objects of
-    torch, NumPy and the standard library, of classes and of Python modules are not looked at, nor are values in tensors.
+    Objects are followed through attributes, tuples, bound methods and `functools.partial`. Attributes of objects of torch,
+    NumPy and the standard library, of classes and of Python modules are not looked at, nor are values in tensors.
 
     Args:
         root: the object.
@@ -57,193 +96,69 @@ class Contents:
     """
 
     def __init__(self, root: object, *, follows_functions: bool = False):
-        self._held: list[_Held] = []
+        super().__init__()
         known, waiting = {id(root)}, deque([root])
         skipped = _PLAIN if follows_functions else {*_PLAIN, FunctionType}
         while waiting and len(known) < _MOST:
-            for held in _look_into(waiting.popleft()):
-                self._held.append(held)
-                for inside in held.list_inside():
-                    if type(inside) not in skipped and id(inside) not in known:
-                        known.add(id(inside))
-                        waiting.append(inside)
-
-    def restore(self) -> bool:
-        """Set everything as it was; return whether anything had changed."""
-        return _restore_all(self._held)
+            for inside in self._look_into(waiting.popleft()):
+                if type(inside) not in skipped and id(inside) not in known:
+                    known.add(id(inside))
+                    waiting.append(inside)
 
 
-class _Held:
-    """What one object holds. This one cannot change, as a tuple.
-
-    Args:
-        now: the object.
-        then: what is in it.
-    """
-
-    def __init__(self, now: Any, then: Iterable[Any]):
-        self._now = now
-        self._then = list(then)
-
-    def list_inside(self) -> Iterable[Any]:
-        """Return what is in it."""
-        return self._then
-
-    def restore(self) -> bool:
-        """Set what has changed as it was; return whether anything had."""
-        return False
-
-
-class _Mapping(_Held):
+class _Mapping:
     """Args: keeps_own: whether what this package remembers is left."""
 
     def __init__(self, now: dict[Any, Any], *, keeps_own: bool = False):
         self._base: Any = OrderedDict if isinstance(now, OrderedDict) else dict  # which keeps an order of its own
-        self._now, self._entries, self._keeps_own = now, dict(self._base.items(now)), keeps_own
+        self._now, self._keeps_own = now, keeps_own
+        self._then = dict(self._list_entries())
+        self.inside = list(self._then.values())
 
-    def list_inside(self) -> Iterable[Any]:
-        return self._entries.values()
+    def _list_entries(self) -> list[tuple[Any, Any]]:
+        entries = self._base.items(self._now)
+        return [(k, v) for k, v in entries if not (self._keeps_own and isinstance(k, str) and k.startswith(_OWN))]
 
     def restore(self) -> bool:
-        now, then, base = self._now, self._entries, self._base
-        if (
-            dict.__len__(now) == len(then)
-            and all(map(is_, base.values(now), then.values()))
-            and all(map(is_, base.keys(now), then))
-        ):
+        now, then, base = self._now, self._then, self._base
+        entries = self._list_entries()
+        if len(entries) == len(then) and all(map(is_, chain.from_iterable(entries), chain.from_iterable(then.items()))):
             return False
-        has_changed = False
-        for key in [key for key in base.keys(now) if key not in then and not self._leaves(key)]:
+        for key in [key for key, _ in entries if key not in then]:
             base.__delitem__(now, key)
-            has_changed = True
+        in_order = all(map(is_, [key for key, _ in entries if key in then], then))
         for key, value in then.items():
-            if dict.get(now, key, _MISSING) is not value and not self._leaves(key):
-                base.__setitem__(now, key, value)
-                has_changed = True
-        if all(map(is_, base.keys(now), then)):
-            return has_changed
-        for key in [key for key in then if key in dict.keys(now)]:
-            value = dict.__getitem__(now, key)
-            try:
-                base.__delitem__(now, key)
-            finally:
-                base.__setitem__(now, key, value)  # now the last
-        return has_changed
-
-    def _leaves(self, key: Any) -> bool:
-        return self._keeps_own and isinstance(key, str) and key.startswith(_OWN)
-
-
-class _List(_Held):
-    def restore(self) -> bool:
-        if list.__len__(self._now) == len(self._then) and all(map(is_, list.__iter__(self._now), self._then)):
-            return False
-        list.__setitem__(self._now, slice(None), self._then)
+            if not in_order and key in dict.keys(now):
+                base.__delitem__(now, key)  # to be the last
+            base.__setitem__(now, key, value)
         return True
 
 
-class _Set(_Held):
-    def restore(self) -> bool:
-        present, then = ({id(each): each for each in items} for items in (set.__iter__(self._now), self._then))
-        for key in present.keys() - then.keys():
-            set.discard(self._now, present[key])
-        for key in then.keys() - present.keys():
-            set.add(self._now, then[key])
-        return present.keys() != then.keys()
+class _Container:
+    """Args: base: the built-in type, by whose methods it is read and written."""
 
+    def __init__(self, now: Any, base: Any):
+        self._now, self._base, self.inside = now, base, list(base.__iter__(now))
 
-class _Deque(_Held):
     def restore(self) -> bool:
-        now, then = self._now, self._then
-        if deque.__len__(now) == len(then) and all(map(is_, deque.__iter__(now), then)):
+        now, then, base = self._now, self.inside, self._base
+        if base.__len__(now) == len(then) and all(map(is_, base.__iter__(now), then)):
             return False
-        while deque.__len__(now) > len(then):
-            deque.pop(now)
-        while deque.__len__(now) < len(then):
-            deque.append(now, None)
-        for i, each in enumerate(then):
-            deque.__setitem__(now, i, each)
+        base.clear(now)
+        _CONTAINERS[base](now, then)
         return True
 
 
-class _Slots(_Held):
-    """Attributes without a dict: slots of an object, or the variable in a cell.
+class _Variable:
+    """A variable that a function shares with those around it."""
 
-    Args:
-        places: what reads, what sets and what deletes each.
-    """
-
-    def __init__(self, places: Iterable[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[], Any]]]):
-        self._places = [(*place, _read(place[0])) for place in places]
-
-    def list_inside(self) -> Iterable[Any]:
-        return [then for *_, then in self._places]
+    def __init__(self, cell: CellType):
+        self._cell, self.inside = cell, [cell.cell_contents]
 
     def restore(self) -> bool:
-        has_changed = False
-        for read, write, delete, then in self._places:
-            if _read(read) is not then:
-                delete() if then is _MISSING else write(then)
-                has_changed = True
-        return has_changed
-
-
-def _read(read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except (AttributeError, ValueError):  # a slot or a cell without a value
-        return _MISSING
-
-
-def _look_into(each: Any) -> Iterator[_Held]:
-    """Yield what an object holds."""
-    kind = type(each)
-    if issubclass(kind, dict):
-        yield _Mapping(each)
-    elif issubclass(kind, list):
-        yield _List(each, list.__iter__(each))
-    elif issubclass(kind, set):
-        yield _Set(each, set.__iter__(each))
-    elif issubclass(kind, deque):
-        yield _Deque(each, deque.__iter__(each))
-    elif issubclass(kind, tuple):
-        yield _Held(each, tuple.__iter__(each))
-    elif kind is MethodType:
-        yield _Held(each, (each.__self__, each.__func__))
-    elif issubclass(kind, partial):
-        yield _Held(each, (each.func, each.args, each.keywords))
-    elif kind is FunctionType and not _is_closed(each):
-        yield _Held(each, (each.__defaults__, each.__kwdefaults__))
-        yield _Slots(map(_list_cell_access, each.__closure__ or ()))
-    if issubclass(kind, type) or (_is_closed(kind) and not issubclass(kind, _OPEN)):
-        return
-    with suppress(AttributeError):
-        if type(attributes := object.__getattribute__(each, "__dict__")) is dict:
-            yield _Mapping(attributes)
-    if not issubclass(kind, nn.Module | Tensor):  # which have none
-        slots = (slot for base in kind.__mro__ for slot in vars(base).values() if type(slot) is MemberDescriptorType)
-        yield _Slots((partial(s.__get__, each), partial(s.__set__, each), partial(s.__delete__, each)) for s in slots)
+        now, self._cell.cell_contents = self._cell.cell_contents, self.inside[0]
+        return now is not self.inside[0]
 
 
 def _is_closed(kind: Any) -> bool:
     return str(kind.__module__).partition(".")[0] in _CLOSED
-
-
-def _list_cell_access(cell: CellType) -> tuple[Callable[[], Any], Callable[[Any], Any], Callable[[], Any]]:
-    name = "cell_contents"
-    return partial(getattr, cell, name), partial(setattr, cell, name), partial(delattr, cell, name)
-
-
-def _restore_all(held: Iterable[_Held]) -> bool:
-    """Restore each, also where one raises an error or Ctrl-C comes; these are raised at the end."""
-    has_changed, failures = False, list[BaseException]()
-    for each in held:
-        for _ in range(2):  # what was interrupted begins again
-            try:
-                has_changed |= each.restore()
-                break
-            except BaseException as error:
-                failures.append(error)
-    if failures:
-        raise failures[0]
-    return has_changed

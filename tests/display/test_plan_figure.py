@@ -47,20 +47,6 @@ def plan_of(steps: int, **facts) -> Plan:
     )
 
 
-@pytest.fixture
-def figures(monkeypatch):
-    """Return the figures that are drawn, once they are."""
-    drawn: list[Figure] = []
-    save = Figure.savefig
-
-    def save_and_keep(figure: Figure, *args, **options) -> None:
-        drawn.append(figure)
-        save(figure, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", save_and_keep)
-    return drawn
-
-
 def texts(figure: Figure) -> list[str]:
     return [text.get_text() for text in [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]]
 

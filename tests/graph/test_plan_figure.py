@@ -2,7 +2,6 @@
 
 import pytest
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from revzoo.display.style import LIGHT_GREY, LIGHT_ORANGE, MODE_COLORS
@@ -44,19 +43,6 @@ def make_plan(blocks: int) -> tuple[ModulePlan, PlanDetails]:
         setting=SETTING,
     )
     return plan, PlanDetails(tuple(calls), tuple(phases), front, MIB)
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    drawn: list[Figure] = []
-    save = Figure.savefig
-
-    def save_and_keep(figure: Figure, *args, **options) -> None:
-        drawn.append(figure)
-        save(figure, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", save_and_keep)
-    return drawn
 
 
 @pytest.mark.parametrize("blocks", [2, 40])

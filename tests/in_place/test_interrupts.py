@@ -47,13 +47,6 @@ class Cache:
     seen: list = field(default_factory=list)
 
 
-class Slotted:
-    __slots__ = ("empty", "full")
-
-    def __init__(self):
-        self.full = 1
-
-
 class Keeper(nn.Module):
     """A network that writes to everything that it holds, and takes away what there was."""
 
@@ -62,7 +55,7 @@ class Keeper(nn.Module):
         self.layer, self.norm, self.drop = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.1)
         self.mappings = [make(base, ("a", 1), ("b", [2])) for base in (dict, OrderedDict, defaultdict)]
         self.listed, self.queued, self.grouped = make(list, 1, 2), deque([1, 2], maxlen=2), make(set, "a", "b")
-        self.user, self.cache, self.slotted = UserDict(a={"b": [0]}), Cache(), Slotted()
+        self.user, self.cache = UserDict(a={"b": [0]}), Cache()
         self.nested = ({"deep": [{"deeper": Cache()}]},)
         self.count = 0
         self.table = torch.ones(6)
@@ -77,8 +70,7 @@ class Keeper(nn.Module):
         set.clear(self.grouped)
         set.add(self.grouped, y)
         self.queued.append(y)
-        self.user["a"]["b"][0] = self.cache.last = self.slotted.empty = self.nested[0]["deep"][0]["deeper"].last = y
-        del self.slotted.full
+        self.user["a"]["b"][0] = self.cache.last = self.nested[0]["deep"][0]["deeper"].last = y
         self.cache.seen.append(y)
         self.nested[0]["deep"].append(y)
         self.count += 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from revzoo.display.figures.base import LEFT, draw_heading, mark_bytes, new_figure, save, simplify_axes
@@ -20,14 +21,14 @@ from revzoo.display.figures.modes import (
     mode_legend_height,
     unit_names_height,
 )
-from revzoo.display.style import CREAM, GREY, INK, LIGHT_BLUE, MODE_COLORS, PALE, RED
+from revzoo.display.style import BLUE, CREAM, GREY, INK, LIGHT_BLUE, LIGHT_ORANGE, MODE_COLORS, PALE, RED
 from revzoo.display.unit_name import parse_unit_name
 from revzoo.format import format_bytes, format_flops, format_seconds
 from revzoo.planning.comparison import SchedulePoint, summarize_plan
 from revzoo.planning.plan import Plan
 from revzoo.runtime.mode import Mode
 
-_RIGHT, _GAP = 0.3, 0.25  # margins after the last axes and between axes [inch]
+RIGHT, GAP = 0.3, 0.25  # margins after the last axes and between axes [inch]
 _PHASE, _MIN_WIDTH, _MAX_WIDTH = 0.17, 6.6, 12.5  # width of a phase, and the limits for all phases together [inch]
 
 
@@ -50,21 +51,13 @@ def plot_plan(
     count = len(plan.phase_peaks)
     span = min(max(_PHASE * count, _MIN_WIDTH), _MAX_WIDTH)
     side = 3.2 if front else 0.0
-    width = LEFT + span + (side + _GAP if front else 0) + _RIGHT
-    below, rise = unit_names_height(plan.units, span / count), 3.75
-    legend = mode_legend_height(plan.schedule, width)
-    bottom = legend + below + 0.4
-    height = bottom + rise + 1.35
-    figure = new_figure(width, height)
-    memory = figure.add_axes((LEFT / width, bottom / height, span / width, rise / height))
-    cells = figure.add_axes((LEFT / width, (bottom - 0.36) / height, span / width, 0.28 / height))
-    names = figure.add_axes((LEFT / width, legend / height, span / width, below / height))
+    below = unit_names_height(plan.units, span / count)
+    width = LEFT + span + (side + GAP if front else 0) + RIGHT
+    figure, memory, cells, names, beside = lay_out(width, span, below, mode_legend_height(plan.schedule, width), side)
     draw_heading(figure, plan.setting.model, _plan_lines(plan, others or {}))
     top = _draw_memory(memory, plan, fixed_bytes, count / span)
     _draw_modes(cells, names, plan, span, below)
-    if front:
-        left = (LEFT + span + _GAP) / width
-        beside = figure.add_axes((left, bottom / height, side / width, rise / height))
+    if beside is not None:
         draw_front(beside, summarize_plan(plan), plan.budget_bytes, front, others or {}, top)
     draw_mode_legend(figure, plan.schedule)
     save(figure, path)
@@ -87,24 +80,69 @@ def _plan_lines(plan: Plan, others: Mapping[str, SchedulePoint]) -> list[str]:
 
 def _draw_memory(axes: Axes, plan: Plan, fixed_bytes: int, inch: float) -> float:
     """Draw the peak of every phase, and return the top of the axis."""
-    sizes, count, n = [phase.bytes for phase in plan.phase_peaks], len(plan.phase_peaks), len(plan.units)
-    highest = max(plan.no_recompute_peak_bytes, *sizes)
-    top = 1.12 * float(max(highest, plan.budget_bytes if plan.budget_bytes < 1.35 * highest else 0))
-    axes.axvspan(n + 1, count, color=CREAM, lw=0)
-    axes.stairs(sizes, range(count + 1), baseline=0, fill=True, color=LIGHT_BLUE)
-    axes.stairs(sizes, range(count + 1), baseline=None, color=MODE_COLORS[Mode.INVERT], lw=1.6)
-    draw_fixed_bytes(axes, fixed_bytes, count, top)
-    for line in (n, n + 1):
-        axes.axvline(line, color="white", lw=1.5)
-        axes.axvline(line, color=PALE, lw=0.8, ls=(0, (2, 2)))
-    for x, phase in ((n / 2, "forward"), (n + 0.5, "loss"), ((n + 1 + count) / 2, "backward")):
-        axes.text(x, top * 1.012, phase, fontsize=9.5, color=INK, ha="center", va="bottom")
-    draw_limits(axes, plan.budget_bytes, plan.no_recompute_peak_bytes, count, top)
-    k = max(range(count), key=sizes.__getitem__)
-    peak = plan.phase_peaks[k]
+    count, n = len(plan.phase_peaks), len(plan.units)
+    peak = max(plan.phase_peaks, key=lambda phase: phase.bytes)
     where = "at the loss" if peak.phase == "loss" else f"in {peak.phase} of {_short(peak.name)}"
-    draw_peak(axes, sizes, range(count + 1), where, top, fixed_bytes, inch)
-    axes.set(xlim=(0, count), ylim=(0, top))
+    titles = {n / 2: "forward", n + 0.5: "loss", (n + 1 + count) / 2: "backward"}
+    limits, sizes = (plan.budget_bytes, plan.no_recompute_peak_bytes), [phase.bytes for phase in plan.phase_peaks]
+    return draw_memory(axes, sizes, range(count + 1), (n, n + 1), titles, limits, where, fixed_bytes, inch)
+
+
+def lay_out(
+    width: float, span: float, below: float, legend: float, side: float
+) -> tuple[Figure, Axes, Axes, Axes, Axes | None]:
+    """Return a figure with axes for memory, the cells and names below it, and other budgets beside it [inch]."""
+    bottom, rise = legend + below + 0.4, 3.75
+    height = bottom + rise + 1.35
+    figure = new_figure(width, height)
+
+    def add(x: float, y: float, across: float, up: float) -> Axes:
+        return figure.add_axes((x / width, y / height, across / width, up / height))
+
+    memory, cells = add(LEFT, bottom, span, rise), add(LEFT, bottom - 0.36, span, 0.28)
+    names = add(LEFT, legend, span, below)
+    return figure, memory, cells, names, add(LEFT + span + GAP, bottom, side, rise) if side else None
+
+
+def draw_memory(
+    axes: Axes,
+    sizes: Sequence[int],
+    edges: Sequence[float],
+    loss: tuple[float, float],
+    titles: Mapping[float, str],
+    limits: tuple[int, int],
+    where: str,
+    fixed_bytes: int,
+    inch: float,
+    again: Sequence[tuple[int, int]] = (),
+) -> float:
+    """Draw the peaks of phases, and return the top of the axis.
+
+    Args:
+        sizes: of every phase [bytes].
+        edges: of the phases; an inch of the axis is `inch` of their units.
+        loss: where its phase begins and ends.
+        titles: of the parts of the step, by their middle.
+        limits: the budget, and the peak of storing everything.
+        where: words for the phase of the peak.
+        fixed_bytes: what is alive during the whole step.
+        again: the first and last phase of what runs again.
+    """
+    right, budget, highest = edges[-1], limits[0], max(limits[1], *sizes)
+    top = 1.12 * float(max(highest, budget if budget < 1.35 * highest else 0))
+    axes.axvspan(loss[1], right, color=CREAM, lw=0)
+    axes.stairs(sizes, edges, baseline=0, fill=True, color=LIGHT_BLUE)
+    for first, last in again:
+        axes.stairs(sizes[first : last + 1], edges[first : last + 2], baseline=0, fill=True, color=LIGHT_ORANGE)
+    axes.stairs(sizes, edges, baseline=None, color=BLUE, lw=1.2)
+    _draw_fixed_bytes(axes, fixed_bytes, right, top)
+    for x in loss:
+        axes.axvline(x, color=PALE, lw=0.8, ls=(0, (2, 2)))
+    for x, title in titles.items():
+        axes.text(x, top * 1.012, title, fontsize=9.5, color=INK, ha="center", va="bottom")
+    _draw_limits(axes, *limits, right, top)
+    _draw_peak(axes, sizes, edges, where, top, fixed_bytes, inch)
+    axes.set(xlim=(0, right), ylim=(0, top))
     axes.set_ylabel("peak memory", fontsize=9, color=INK)
     mark_bytes(axes.yaxis, 0, top)
     simplify_axes(axes)
@@ -112,7 +150,7 @@ def _draw_memory(axes: Axes, plan: Plan, fixed_bytes: int, inch: float) -> float
     return top
 
 
-def draw_fixed_bytes(axes: Axes, fixed_bytes: int, right: float, top: float) -> None:
+def _draw_fixed_bytes(axes: Axes, fixed_bytes: int, right: float, top: float) -> None:
     """Shade what is alive during the whole step, at the bottom of axes that end at `right` and `top`."""
     if fixed_bytes:
         axes.axhspan(0, fixed_bytes, color=GREY, lw=0)
@@ -121,7 +159,7 @@ def draw_fixed_bytes(axes: Axes, fixed_bytes: int, right: float, top: float) -> 
             axes.text(0.012 * right, fixed_bytes / 2, words, fontsize=8, color=INK, va="center")
 
 
-def draw_limits(axes: Axes, budget: int, stored: int, right: float, top: float) -> None:
+def _draw_limits(axes: Axes, budget: int, stored: int, right: float, top: float) -> None:
     """Draw the budget and the peak of storing everything into axes that end at `right` and `top`."""
     pad, color = 0.012 * top, MODE_COLORS[Mode.STORE]
     axes.axhline(stored, color=color, lw=1.2, ls=(0, (1, 2)))
@@ -136,7 +174,7 @@ def draw_limits(axes: Axes, budget: int, stored: int, right: float, top: float) 
         axes.text(right * 0.01, budget + pad, label, va="bottom", **style)
 
 
-def draw_peak(
+def _draw_peak(
     axes: Axes, sizes: Sequence[int], edges: Sequence[float], where: str, top: float, fixed_bytes: int, inch: float
 ) -> None:
     """Mark the highest of some sizes between edges, and name it below the curve; an inch of the axis is `inch` of its units."""
