@@ -53,7 +53,8 @@ class Peaks:
         return figures if self.is_worth_it else f"{figures}\nNot worth it on this batch: {self._advise()}"
 
     def _advise(self) -> str:
-        if self.reversible.activation_bytes <= _WORTH * self.checkpointed.activation_bytes:
+        is_less = self.reversible.activation_bytes <= _WORTH * self.checkpointed.activation_bytes
+        if is_less and 2 * self.reversible.activation_bytes < self.reversible.peak_bytes:
             return (
                 "weights and their gradients are most of the peak. A larger batch gains more, and LoRA or an optimizer that "
                 "updates in backward has fewer gradients."
@@ -89,8 +90,8 @@ def count_peaks(model: nn.Module, batch: Any, steps: Sequence[BlockStep], fake: 
             return Peaks(stored, _count_memory(model, batch, fake), reversible)
     except RecoveryError as error:
         warnings.warn(
-            f"A training step of this reversible {type(model).__name__} fails on this batch: {error} The schedules are those of "
-            "report.chains. Or call revzoo.ordinary_(model): revzoo.plan(model, batch, budget) needs no reversible blocks.",
+            f"A training step of this reversible {type(model).__name__} fails on this batch: {error} The schedules are those "
+            "of report.chains. Or call revzoo.ordinary_(model): revzoo.plan(model, batch, budget) needs no reversible blocks.",
             stacklevel=3,
         )
         return f"a training step on this batch fails: {error}"

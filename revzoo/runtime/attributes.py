@@ -5,6 +5,7 @@ built-in types: a subclass may forbid writing, as configurations of diffusers do
 Nothing is emptied to be filled again, so an error on the way never leaves less than there was.
 """
 
+import random
 import sys
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,7 @@ from operator import is_
 from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-from torch import Size, Tensor, device, dtype, nn
+from torch import Generator, Size, Tensor, device, dtype, nn
 
 _MISSING = object()
 _MOST = 100_000  # objects that are looked into, those nearest to the module first
@@ -48,7 +49,8 @@ class Contents:
     """What can be reached from an object: the entries of dicts, lists, sets and deques, and the attributes of objects.
 
     Objects are followed through attributes, slots, tuples, bound methods and `functools.partial`. Attributes of objects of
-    torch, NumPy and the standard library, of classes and of Python modules are not looked at, nor are values in tensors.
+    torch, NumPy and the standard library, of classes and of Python modules are not looked at, nor are values in tensors. But
+    generators of random numbers are set back to where they were.
 
     Args:
         root: the object.
@@ -61,7 +63,8 @@ class Contents:
         known, waiting = {id(root)}, deque([root])
         skipped = _PLAIN if follows_functions else {*_PLAIN, FunctionType}
         while waiting and len(known) < _MOST:
-            for held in _look_into(waiting.popleft()):
+            each = waiting.popleft()
+            for held in _look_into(each) if (stream := _find_stream(each)) is None else [stream]:
                 self._held.append(held)
                 for inside in held.list_inside():
                     if type(inside) not in skipped and id(inside) not in known:
@@ -186,6 +189,41 @@ class _Slots(_Held):
                 delete() if then is _MISSING else write(then)
                 has_changed = True
         return has_changed
+
+
+class _Stream(_Held):
+    """The state of a generator of random numbers.
+
+    Args:
+        read: returns it.
+        write: sets it.
+    """
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any]):
+        self._write, self._state = write, read()
+
+    def list_inside(self) -> Iterable[Any]:
+        return ()
+
+    def restore(self) -> bool:
+        self._write(self._state)
+        return False  # it is not compared
+
+
+def _find_stream(each: Any) -> _Stream | None:
+    """Return the random stream that an object is, of torch, Python or NumPy."""
+    if isinstance(each, Generator):
+        return _Stream(each.get_state, each.set_state)
+    if isinstance(each, random.Random) and not isinstance(each, random.SystemRandom):  # which has no state
+        return _Stream(each.getstate, each.setstate)
+    if (numpy := sys.modules.get("numpy")) is None:
+        return None
+    if isinstance(each, numpy.random.RandomState):
+        return _Stream(each.get_state, each.set_state)
+    if isinstance(each, numpy.random.Generator):
+        bits = each.bit_generator
+        return _Stream(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+    return None
 
 
 def _read(read: Callable[[], Any]) -> Any:
