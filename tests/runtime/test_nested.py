@@ -54,7 +54,7 @@ def test_a_generator_is_not_mapped():
 
 
 def test_an_iterable_that_fails_gives_what_came_before():
-    """A cache of Transformers yields the keys of its layers, and linear attention has none; a generator's error is the user's."""
+    """A cache of Transformers yields the keys of its layers, some of which have none; a generator's error is the user's."""
 
     class Cache:
         def __iter__(self):
