@@ -1,5 +1,6 @@
 """Whether reversible blocks are worth it: the peak of a training step, next to storing everything and to checkpointing."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from revzoo.analysis.report import MemoryReport
 from revzoo.analysis.step_memory import run_and_measure
 from revzoo.block_steps.block_chain import BlockStep
 from revzoo.block_steps.conventions import leave_out_caches
-from revzoo.errors import MissingValueError
+from revzoo.errors import MissingValueError, RecoveryError
 from revzoo.format import format_bytes
 from revzoo.in_place.survey import watched_calls
 from revzoo.runtime.drift import ignore_error_growth
@@ -51,7 +52,8 @@ class Peaks:
         return figures if self.is_worth_it else f"{figures}\nNot worth it on this batch: {self._advise()}"
 
     def _advise(self) -> str:
-        if self.reversible.activation_bytes <= _WORTH * self.checkpointed.activation_bytes:
+        is_less = self.reversible.activation_bytes <= _WORTH * self.checkpointed.activation_bytes
+        if is_less and 2 * self.reversible.activation_bytes < self.reversible.peak_bytes:
             return (
                 "weights and their gradients are most of the peak. A larger batch gains more, and LoRA or an optimizer that "
                 "updates in backward has fewer gradients."
@@ -64,6 +66,8 @@ class Peaks:
 
 def count_peaks(model: nn.Module, batch: Any, steps: Sequence[BlockStep], fake: bool) -> Peaks | str:
     """Count a training step of a reversible network in three ways. A text says why it cannot be counted.
+
+    If a block cannot run again, as one that moves a buffer of its own, a warning says so: no step would end.
 
     Args:
         steps: what stands for its blocks.
@@ -80,6 +84,13 @@ def count_peaks(model: nn.Module, batch: Any, steps: Sequence[BlockStep], fake: 
             stored = _count_memory(model, batch, fake)
             stack.enter_context(watched_calls({step.name: step.block for step in steps}, _checkpoint))
             return Peaks(stored, _count_memory(model, batch, fake), reversible)
+    except RecoveryError as error:
+        warnings.warn(
+            f"A training step of this reversible {type(model).__name__} fails on this batch: {error} The schedules are those "
+            "of report.chains. Or call revzoo.ordinary_(model): revzoo.plan(model, batch, budget) needs no reversible blocks.",
+            stacklevel=3,
+        )
+        return f"a training step on this batch fails: {error}"
     except Exception as error:  # a network may raise anything where its tensors have no values
         return f"the peak of a training step was not counted: {type(error).__name__}: {error}".partition("\n")[0]
 

@@ -4,6 +4,7 @@ Entries are compared by identity. They are read and written by the methods of th
 as configurations of diffusers do, or compare and iterate in ways of its own.
 """
 
+import random
 import sys
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from operator import is_
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-from torch import Size, Tensor, device, dtype, nn
+from torch import Generator, Size, Tensor, device, dtype, nn
 
 _MOST = 100_000  # objects that are looked into, those nearest to the module first: a module may hold a data set
 _PLAIN = {str, int, float, complex, bool, bytes, type(None), Size, device, dtype, BuiltinFunctionType, ModuleType}
@@ -87,7 +88,8 @@ class Contents(_Snapshot):
     """What can be reached from an object: the entries of dicts, lists, sets and deques, and the attributes of objects.
 
     Objects are followed through attributes, tuples, bound methods and `functools.partial`. Attributes of objects of torch,
-    NumPy and the standard library, of classes and of Python modules are not looked at, nor are values in tensors.
+    NumPy and the standard library, of classes and of Python modules are not looked at, nor are values in tensors. But
+    generators of random numbers are set back to where they were.
 
     Args:
         root: the object.
@@ -100,7 +102,11 @@ class Contents(_Snapshot):
         known, waiting = {id(root)}, deque([root])
         skipped = _PLAIN if follows_functions else {*_PLAIN, FunctionType}
         while waiting and len(known) < _MOST:
-            for inside in self._look_into(waiting.popleft()):
+            each = waiting.popleft()
+            if (rewind := _mark_stream(each)) is not None:
+                self._held.append(rewind)
+                continue
+            for inside in self._look_into(each):
                 if type(inside) not in skipped and id(inside) not in known:
                     known.add(id(inside))
                     waiting.append(inside)
@@ -158,6 +164,28 @@ class _Variable:
     def restore(self) -> bool:
         now, self._cell.cell_contents = self._cell.cell_contents, self.inside[0]
         return now is not self.inside[0]
+
+
+def _mark_stream(each: Any) -> Callable[[], bool] | None:
+    """Return what sets a random generator of torch, Python or NumPy back to where it is; None for any other object."""
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+    numpy = sys.modules.get("numpy")
+    if isinstance(each, Generator) or (numpy is not None and isinstance(each, numpy.random.RandomState)):
+        read, write = each.get_state, each.set_state
+    elif isinstance(each, random.Random) and not isinstance(each, random.SystemRandom):  # which has no state
+        read, write = each.getstate, each.setstate
+    elif numpy is not None and isinstance(each, numpy.random.Generator):
+        read, write = partial(getattr, each.bit_generator, "state"), partial(setattr, each.bit_generator, "state")
+    else:
+        return None
+    state: Any = read()
+
+    def rewind() -> bool:
+        write(state)
+        return False  # it is not compared
+
+    return rewind
 
 
 def _is_closed(kind: Any) -> bool:

@@ -5,6 +5,7 @@ that is not registered, such as the BatchEncoding of Hugging Face's tokenizers, 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         elif isinstance(leaf, Mapping):
             yield from tensors_in(leaf.values())
         elif isinstance(leaf, Iterable) and not isinstance(leaf, str | bytes) and not hasattr(leaf, "__array__"):
-            for item in leaf:
+            for item in leaf if isinstance(leaf, Iterator) else _list_items(leaf):
                 yield from tensors_in(item)
 
 
@@ -50,6 +51,14 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
         return leaf
 
     return tree_map(convert, tree)
+
+
+def _list_items(leaf: Iterable[Any]) -> list[Any]:
+    """Return the items that can be had: Transformers' caches stop at a layer without keys, as hybrid networks have some."""
+    items: list[Any] = []
+    with suppress(Exception):
+        items.extend(leaf)
+    return items
 
 
 def wraps_tensors(tensor_type: type) -> bool:

@@ -1,5 +1,8 @@
 """`measure_memory` and `measure_modes`: right to the byte, and without a trace."""
 
+import random
+
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -118,6 +121,24 @@ def test_an_error_inside_the_model_leaves_it_as_found(convolutions):
     assert convolutions[1].running_mean is mean
     assert torch.equal(mean, torch.zeros(8))
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_generators_of_a_model_are_where_they_were():
+    """The noise of its next step is the one that it would have drawn, also from streams within an object of its own."""
+
+    class Noise(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.streams = {"torch": torch.Generator(), "rest": [random.Random(1), numpy.random.default_rng(2)]}
+
+        def forward(self, x):
+            y = super().forward(x) + torch.rand(4, generator=self.streams["torch"])
+            return y * (self.streams["rest"][0].random() + self.streams["rest"][1].random())
+
+    model, untouched = Noise(), Noise()
+    untouched.load_state_dict(model.state_dict())
+    revzoo.measure_memory(model, torch.ones(2, 4))
+    assert torch.equal(model(torch.ones(2, 4)), untouched(torch.ones(2, 4)))
 
 
 def test_batches_of_every_form_and_nested_outputs():

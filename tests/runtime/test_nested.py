@@ -3,6 +3,7 @@
 from collections import OrderedDict, UserDict, namedtuple
 
 import numpy as np
+import pytest
 import torch
 
 from revzoo.runtime.nested import map_tensors, tensors_in
@@ -50,3 +51,16 @@ def test_mapped_collections_keep_their_types():
 def test_a_generator_is_not_mapped():
     generator = (t for t in torch.zeros(3).unbind())
     assert map_tensors(lambda t: t + 1, generator) is generator
+
+
+def test_an_iterable_that_fails_gives_what_came_before():
+    """A cache of Transformers yields the keys of its layers, some of which have none; a generator's error is the user's."""
+
+    class Cache:
+        def __iter__(self):
+            yield torch.ones(1)
+            raise AttributeError("no keys")
+
+    assert len(list(tensors_in({"logits": torch.ones(2), "cache": Cache()}))) == 2
+    with pytest.raises(AttributeError, match="no keys"):
+        list(tensors_in(iter(Cache())))
