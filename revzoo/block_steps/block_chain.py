@@ -28,6 +28,7 @@ from revzoo.block_steps.conventions import (
     find_state,
     get_state,
     is_cache,
+    is_empty_cache,
     is_checkpointed,
     leave_out_caches,
     put_state,
@@ -356,7 +357,7 @@ class BlockStep(nn.Module):
         caches = [x for x in (*arguments.positional, *arguments.keywords.values()) if is_cache(x)]
         if not caches:
             return arguments, True
-        if not self.block.training or any(cache.get_seq_length() for cache in caches):
+        if not self.block.training or not all(map(is_empty_cache, caches)):
             return arguments, False
         positional, keywords = leave_out_caches(arguments.positional, arguments.keywords)
         return arguments._replace(positional=positional, keywords=keywords), True

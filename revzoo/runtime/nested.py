@@ -5,6 +5,7 @@ that is not registered, such as the BatchEncoding of Hugging Face's tokenizers, 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -27,8 +28,9 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         elif isinstance(leaf, Mapping):
             yield from tensors_in(leaf.values())
         elif isinstance(leaf, Iterable) and not isinstance(leaf, str | bytes) and not hasattr(leaf, "__array__"):
-            for item in leaf:
-                yield from tensors_in(item)
+            with suppress(Exception):  # a cache of Transformers cannot list the layers that hold no keys
+                for item in leaf:
+                    yield from tensors_in(item)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
