@@ -349,6 +349,16 @@ def test_jagged_tensors_inside_a_step_share_the_offsets_of_the_side_input(exact,
     compare(chain_of(attend, exact, lambda: mlp(0.0)), schedule, run)
 
 
+def test_kept_bits_of_jagged_streams_give_the_gradients_of_stored_steps():
+    chain = ReversibleChain([mlp(0.0) for _ in range(3)], momentum(kept_bits=4)).double()
+
+    def run(chain, streams):
+        compute_loss(*(y.values() for y in chain(*(as_jagged(x, OFFSETS) for x in streams)))).backward()
+        return read_gradients(chain, streams)
+
+    compare(chain, "invert", run)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_streams_of_the_strided_layout_are_refused():
     x = torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(1, 6)], dtype=torch.float64)
