@@ -269,7 +269,7 @@ def _start(
     links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: bool, will_invert: bool = False
 ) -> tuple[Any, Pair]:
     couplings = [link.coupling for link in links if isinstance(link, Step)]
-    keeps_bits = any([coupling.kept_bits is not None for coupling in couplings])  # a generator is a call for each
+    keeps_bits = not {coupling.kept_bits for coupling in couplings} <= {None}
     if not exact and not keeps_bits:
         return None, (x1, _dense(x2) if couplings else x2)
     refuse_exact_derivatives()

@@ -11,6 +11,7 @@ Source: the projections are those of Johnson and Lindenstrauss (1984).
 import math
 from contextlib import nullcontext
 from functools import cache
+from random import Random
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -140,6 +141,6 @@ def _choose_width(length: int) -> int | None:
 @cache  # whatever the length: a new one would be a copy to the device, which waits
 def _make_weights(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return random weights, the same in every call. Shape: (_PROJECTIONS, _WIDTH)."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    weights = torch.randn(_PROJECTIONS, _WIDTH, generator=generator, dtype=torch.float64, device="cpu")
-    return weights.to(device, dtype)
+    gauss = Random(0).gauss  # PyTorch draws none inside vmap, where autograd.grad(is_grads_batched=True) may call this
+    weights = [gauss(0.0, 1.0) for _ in range(_PROJECTIONS * _WIDTH)]
+    return torch.tensor(weights, dtype=torch.float64, device="cpu").view(_PROJECTIONS, _WIDTH).to(device, dtype)

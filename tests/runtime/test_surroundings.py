@@ -15,7 +15,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from revzoo.errors import InputError, RecoveryError
-from revzoo.runtime import ReversibleChain
+from revzoo.runtime import ReversibleChain, fingerprint
+from revzoo.runtime.coupling import momentum
 from revzoo.runtime.node import run_node
 
 DROPPING = ["invert", ["selective", "recompute", "store", "selective"]]
@@ -349,14 +350,26 @@ def test_jagged_tensors_inside_a_step_share_the_offsets_of_the_side_input(exact,
     compare(chain_of(attend, exact, lambda: mlp(0.0)), schedule, run)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_kept_bits_of_jagged_streams_give_the_gradients_of_stored_steps():
     chain = ReversibleChain([mlp(0.0) for _ in range(3)], momentum(kept_bits=4)).double()
 
     def run(chain, streams):
-        compute_loss(*(y.values() for y in chain(*(as_jagged(x, OFFSETS) for x in streams)))).backward()
+        offsets = OFFSETS.clone()
+        compute_loss(*(y.values() for y in chain(*(as_jagged(x, offsets) for x in streams)))).backward()
         return read_gradients(chain, streams)
 
     compare(chain, "invert", run)
+
+
+def test_a_step_may_differentiate_for_a_batch_of_gradients():
+    def differentiate(layers, w):
+        y = layers(w)
+        rows = torch.autograd.grad(y.sum(0), w, torch.eye(6, dtype=w.dtype), is_grads_batched=True, create_graph=True)[0]
+        return rows.sum(0) + y
+
+    fingerprint._make_weights.cache_clear()  # as in a new process: PyTorch draws no numbers inside
+    compare(chain_of(differentiate, layers=lambda: mlp(0.0)), "recompute")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
