@@ -11,7 +11,6 @@ Source: the projections are those of Johnson and Lindenstrauss (1984).
 import math
 from contextlib import nullcontext
 from functools import cache
-from random import Random
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,6 +25,7 @@ _LEAST_WIDTH = 128
 _PROJECTIONS = 8
 _PARTS = (16, 8, 4, 2)  # numbers of parts whose bits are added up, where they divide the number of elements
 INDICES = torch.int64, torch.int32, torch.int16
+_VMAP = torch._C.DispatchKeySet(cast(Any, torch._C._parse_dispatch_key("VmapMode")))  # it refuses to draw random numbers
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -141,6 +141,7 @@ def _choose_width(length: int) -> int | None:
 @cache  # whatever the length: a new one would be a copy to the device, which waits
 def _make_weights(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return random weights, the same in every call. Shape: (_PROJECTIONS, _WIDTH)."""
-    gauss = Random(0).gauss  # PyTorch draws none inside vmap, where autograd.grad(is_grads_batched=True) may call this
-    weights = [gauss(0.0, 1.0) for _ in range(_PROJECTIONS * _WIDTH)]
-    return torch.tensor(weights, dtype=torch.float64, device="cpu").view(_PROJECTIONS, _WIDTH).to(device, dtype)
+    generator = torch.Generator("cpu").manual_seed(0)
+    with torch._C._ExcludeDispatchKeyGuard(_VMAP):  # where torch.autograd.grad(is_grads_batched=True) may call this
+        weights = torch.randn(_PROJECTIONS, _WIDTH, generator=generator, dtype=torch.float64, device="cpu")
+    return weights.to(device, dtype)
