@@ -30,6 +30,7 @@ from revzoo.block_steps.conventions import (
     get_state,
     is_cache,
     is_checkpointed,
+    is_empty_cache,
     leave_out_caches,
     put_state,
     replace_state,
@@ -362,7 +363,7 @@ class BlockStep(nn.Module):
         caches = [x for x in (*arguments.positional, *arguments.keywords.values()) if is_cache(x)]
         if not caches:
             return arguments, True
-        if not self.block.training or any(cache.get_seq_length() for cache in caches):
+        if not self.block.training or not all(map(is_empty_cache, caches)):
             return arguments, False
         positional, keywords = leave_out_caches(arguments.positional, arguments.keywords)
         return arguments._replace(positional=positional, keywords=keywords), True

@@ -88,6 +88,14 @@ def is_cache(x: Any) -> bool:
     return not isinstance(x, type) and callable(getattr(x, "get_seq_length", None)) and callable(getattr(x, "update", None))
 
 
+def is_empty_cache(cache: Any) -> bool:
+    """Return whether a cache holds nothing yet. One of states instead of keys cannot tell, and counts as full."""
+    try:
+        return not cache.get_seq_length()
+    except ValueError:
+        return False
+
+
 def replace_state(value: Any, state: Tensor | None, place: int = 0) -> Any:
     """Return what a block returns with another state."""
     if isinstance(value, dict):

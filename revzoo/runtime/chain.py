@@ -269,12 +269,12 @@ def _start(
     links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: bool, will_invert: bool = False
 ) -> tuple[Any, Pair]:
     couplings = [link.coupling for link in links if isinstance(link, Step)]
-    if not exact and not any(coupling.is_exact for coupling in couplings):
+    keeps_bits = not {coupling.kept_bits for coupling in couplings} <= {None}
+    if not exact and not keeps_bits:
         return None, (x1, _dense(x2) if couplings else x2)
     refuse_exact_derivatives()
     fraction_bits = [coupling.fraction_bits for coupling in couplings if coupling.fraction_bits is not None]
     compile_function = next((find_function_compiler(link.f) for link in links if isinstance(link, Step)), None)
-    keeps_bits = any(coupling.is_exact for coupling in couplings)
     bits = min(fraction_bits) if fraction_bits else None
     grid = seams.make_grid(x1.dtype, bits, will_invert, compile_function, _WITH_BITS if keeps_bits else _WITHOUT_BITS)
     pair = grid.round(x1), grid.round(x2)

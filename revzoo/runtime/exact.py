@@ -121,7 +121,7 @@ def _advance(
     low = torch.sub(previous, high, alpha=1 / (abs(b) * scale), out=_reuse(high))
     # Numbers from limit / 2 to limit have a spacing of 1 / scale: the bits are now the last ones of the significand.
     count = cast(int, coupling.kept_bits)
-    bits = low.add_(limit / 2).view(_INTEGERS[low.dtype]).to(choose_dtype(count))
+    bits = _get_values(low.add_(limit / 2)).view(_INTEGERS[low.dtype]).to(choose_dtype(count))
     return total, pack(bits, count)
 
 
@@ -145,8 +145,13 @@ def _invert(
     total.mul_(-1 / (b * scale)).add_(following, alpha=1 / b)
     if coupling.kept_bits:
         assert kept is not None, "the bits have been used already"
-        total.add_(unpack(kept), alpha=1 / scale)
+        _get_values(total).add_(unpack(kept), alpha=1 / scale)
     return total
+
+
+def _get_values(x: Tensor) -> Tensor:
+    """Return x, or the memory of a jagged nested tensor, which cannot be viewed as integers."""
+    return x.values() if x.is_nested else x
 
 
 class Grid:

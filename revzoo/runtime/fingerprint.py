@@ -25,6 +25,7 @@ _LEAST_WIDTH = 128
 _PROJECTIONS = 8
 _PARTS = (16, 8, 4, 2)  # numbers of parts whose bits are added up, where they divide the number of elements
 INDICES = torch.int64, torch.int32, torch.int16
+_VMAP = torch._C.DispatchKeySet(cast(Any, torch._C._parse_dispatch_key("VmapMode")))  # it refuses to draw random numbers
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -141,5 +142,6 @@ def _choose_width(length: int) -> int | None:
 def _make_weights(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return random weights, the same in every call. Shape: (_PROJECTIONS, _WIDTH)."""
     generator = torch.Generator("cpu").manual_seed(0)
-    weights = torch.randn(_PROJECTIONS, _WIDTH, generator=generator, dtype=torch.float64, device="cpu")
+    with torch._C._ExcludeDispatchKeyGuard(_VMAP):  # where torch.autograd.grad(is_grads_batched=True) may call this
+        weights = torch.randn(_PROJECTIONS, _WIDTH, generator=generator, dtype=torch.float64, device="cpu")
     return weights.to(device, dtype)

@@ -59,8 +59,8 @@ def take_turn(device: torch.device) -> RLock:
 
 def _waits_for_backward(thread: int | None) -> bool:
     """Return whether a thread waits for the end of a backward that other threads run."""
-    frame = None if thread is None else sys._current_frames().get(thread)
-    return frame is not None and frame.f_code is _engine_run_backward.__code__
+    # No variable holds a frame: it could be the one of this call, which would then keep itself and its callers.
+    return getattr(sys._current_frames().get(cast(int, thread)), "f_code", None) is _engine_run_backward.__code__
 
 
 def runs_step() -> bool:

@@ -71,6 +71,12 @@ class RefillHooks:
 
     def unpack(self, slot: int) -> Tensor:
         """Return a tensor for which f itself asks, as it differentiates inside its own forward."""
+        if not self._dropped:
+            raise RecoveryError(
+                f"A result of the second run of {self._name} is differentiated, which a forward hook or f itself has kept, and "
+                "which has no graph any more. Read what they capture before backward, add it to the loss, or set the schedule "
+                f"of {self._name} to 'store'."
+            )
         if self._refilled is None:
             raise make_inner_derivative_error(self._name)
         return self._refilled[slot][0]

@@ -51,11 +51,11 @@ class KeptStates:
         self._tensors = tuple(map(_detach, tensors))
         self._versions = list(map(_get_version, self._tensors))
 
-    def get(self, where: str) -> States:
+    def get(self, find_place: Callable[[], str]) -> States:
         """Return the tensors.
 
         Args:
-            where: words for the message that say which states they are.
+            find_place: returns words for the message that say which states they are.
         Raises:
             RecoveryError: one was modified in place since it was kept.
         """
@@ -63,8 +63,8 @@ class KeptStates:
         if now != self._versions:
             shape = next(tuple(t.shape) for t, a, b in zip(self._tensors, now, self._versions, strict=True) if a != b)
             raise RecoveryError(
-                f"A tensor {shape} that backward needs, the state {where}, was modified in place after forward. Replace the "
-                "in-place operation (x += y, relu_) by x = x + y, or set the schedule to 'store'."
+                f"A tensor {shape} that backward needs, the state {find_place()}, was modified in place after forward. Replace "
+                "the in-place operation (x += y, relu_) by x = x + y, or set the schedule to 'store'."
             )
         return self._tensors
 
@@ -82,7 +82,7 @@ class SavedInputs:
         self._round = round
 
     def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:
-        inputs = self._inputs.get(f"before {call.name}")
+        inputs = self._inputs.get(lambda: f"before {call.name}")
         call.refill(*inputs)
         if self._round is not None:
             self._round.compare_alone(call, inputs)
@@ -331,7 +331,8 @@ class InvertedSegment:
 
     def _states(self) -> States:
         assert self._kept is not None, "recovery before the end of forward"
-        last = (
-            next((item.call for item in self._items[self._at - 1 :: -1] if item.call is not None), None) if self._at else None
-        )
-        return self._kept.get("before the first step" if last is None else f"after {last.name}")
+        return self._kept.get(self._find_place)
+
+    def _find_place(self) -> str:
+        calls = [item.call for item in self._items[: self._at] if item.call is not None]
+        return f"after {calls[-1].name}" if calls else "before the first step"

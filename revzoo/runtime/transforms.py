@@ -30,8 +30,9 @@ def refuse_to_drop(remedy: str) -> None:
         )
 
 
-# Words of PyTorch's errors where hooks or a dispatch mode are around what traces its argument or differentiates by itself.
-_CONFLICTS = "saved tensor hooks", "FakeTensor", "fake mode", "HigherOrderOperator"
+# Words of PyTorch's errors where hooks or a dispatch mode are around what traces its argument or differentiates by itself, or
+# where what is saved has no shape.
+_CONFLICTS = "saved tensor hooks", "FakeTensor", "fake mode", "HigherOrderOperator", "NestedTensorImpl"
 
 
 def explain_conflict(error: BaseException, name: str) -> RecoveryError | None:
@@ -39,9 +40,9 @@ def explain_conflict(error: BaseException, name: str) -> RecoveryError | None:
     if isinstance(error, RevzooError) or not any(words in str(error) for words in _CONFLICTS):
         return None
     return RecoveryError(
-        f"{name} cannot drop what autograd saves in it: a transform of torch.func, or an operator that traces its argument, as "
-        f"torch.cond does, does not support that inside. Set the schedule of {name} to 'store'. Received: "
-        f"{type(error).__name__}: {str(error)[:_LONGEST]}"
+        f"{name} cannot drop what autograd saves in it: a transform of torch.func, an operator that traces its argument, as "
+        "torch.cond does, or a nested tensor of layout=torch.strided inside does not support that. Set the schedule of "
+        f"{name} to 'store'. Received: {type(error).__name__}: {str(error)[:_LONGEST]}"
     )
 
 

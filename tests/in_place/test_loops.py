@@ -5,6 +5,7 @@ from collections import OrderedDict
 import pytest
 import timm
 import torch
+import transformers
 from torch import nn
 
 import revzoo
@@ -129,3 +130,14 @@ def test_export_and_a_foreign_schedule_are_refused(monkeypatch):
         chain.schedule = revzoo.plan(nn.Linear(6, 6), X, budget="1GiB")
     revzoo.ordinary_(toy)
     assert torch.export.export(toy, (X,), strict=False) is not None
+
+
+def test_blocks_run_once_with_a_cache_that_holds_states_instead_of_keys():
+    config = transformers.MambaConfig(vocab_size=99, hidden_size=16, state_size=4, expand=1, num_hidden_layers=2)
+    model = transformers.MambaModel(config).train()
+    revzoo.reversible_(model)
+    states = [
+        train_step(model, {"input_ids": IDS, "use_cache": cached}, "invert", lambda outputs: outputs[0].pow(2).sum())[0]
+        for cached in (True, False)
+    ]
+    assert_equal(*states)

@@ -27,12 +27,20 @@ def test_tensors_in_any_nesting_come_in_order():
     assert [id(t) for t in tensors_in([np.array(2.0), np.zeros(3), a])] == [id(a)]
 
 
+class Unready:
+    """An iterable that cannot say yet what is in it, as a cache of Transformers without keys."""
+
+    def __iter__(self):
+        yield self.keys
+
+
 def test_tensors_in_iterables():
     tensors = torch.zeros(3).unbind()
     assert [id(t) for t in tensors_in(t for t in tensors)] == [id(t) for t in tensors]
     assert [id(t) for t in tensors_in({"a": (t for t in tensors), "b": {1: tensors[0]}.values()})] == [
         id(t) for t in (*tensors, tensors[0])
     ]
+    assert [id(t) for t in tensors_in([Unready(), tensors[0]])] == [id(tensors[0])]
 
 
 def test_mapped_collections_keep_their_types():

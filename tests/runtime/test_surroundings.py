@@ -15,7 +15,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from revzoo.errors import InputError, RecoveryError
-from revzoo.runtime import ReversibleChain
+from revzoo.runtime import ReversibleChain, fingerprint
+from revzoo.runtime.coupling import momentum
 from revzoo.runtime.node import run_node
 
 DROPPING = ["invert", ["selective", "recompute", "store", "selective"]]
@@ -347,6 +348,46 @@ def test_jagged_tensors_inside_a_step_share_the_offsets_of_the_side_input(exact,
         return read_gradients(chain, streams)
 
     compare(chain_of(attend, exact, lambda: mlp(0.0)), schedule, run)
+
+
+def test_a_nested_tensor_without_a_shape_inside_a_step_is_refused():
+    def pad(layers, w):
+        return torch.nested.to_padded_tensor(layers(torch.nested.as_nested_tensor(list(w[None]))).sin(), 0.0)[0]
+
+    with pytest.raises(RecoveryError, match=r"steps\.0 cannot drop .* nested tensor of layout=torch\.strided .* to 'store'"):
+        chain_of(pad, layers=lambda: nn.Linear(6, 6))(*make_streams())
+
+
+def test_an_output_that_a_hook_captured_in_a_second_run_has_no_graph():
+    captured = []
+    chain = chain_of(call)
+    chain.steps[1].register_forward_hook(lambda module, args, out: captured.append(out))
+    y1, y2 = chain(*make_streams())
+    (y1 * y2).sum().backward()
+    with pytest.raises(RecoveryError, match=r"result of the second run of steps\.1 .* before backward"):
+        captured[-1].sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_kept_bits_of_jagged_streams_give_the_gradients_of_stored_steps():
+    chain = ReversibleChain([mlp(0.0) for _ in range(3)], momentum(kept_bits=4)).double()
+
+    def run(chain, streams):
+        offsets = OFFSETS.clone()
+        compute_loss(*(y.values() for y in chain(*(as_jagged(x, offsets) for x in streams)))).backward()
+        return read_gradients(chain, streams)
+
+    compare(chain, "invert", run)
+
+
+def test_a_step_may_differentiate_for_a_batch_of_gradients():
+    def differentiate(layers, w):
+        y = layers(w).tanh()
+        rows = torch.autograd.grad(y.sum(0), w, torch.eye(6, dtype=w.dtype), is_grads_batched=True, create_graph=True)[0]
+        return rows.sum(0) + y
+
+    fingerprint._make_weights.cache_clear()  # as in a new process: PyTorch draws no numbers inside
+    compare(chain_of(differentiate, layers=lambda: nn.Linear(6, 6)), "recompute")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
