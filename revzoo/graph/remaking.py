@@ -47,8 +47,7 @@ def list_remade(choices: Choices) -> Iterator[Remade]:
     if recipes:
         largest, others = next(iter(recipes)), list(recipes.values())[1:]
         for recipe in (recipes[largest], *_list_deeper(choices, largest, recipes[largest])):
-            for count in range(len(others) + 1):
-                yield _unite(choices, [recipe, *others[:count]])
+            yield _unite(choices, [recipe, *others])
 
 
 def _list_largest(choices: Choices) -> dict[int, _Recipe]:
