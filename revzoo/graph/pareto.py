@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-_MANY = 2000
-_STEP = 16
+_MANY = 2000  # points: enough to look for those that one of a few beats
+_STEP = 16  # one of so many is among the few
 
 
 def list_best(columns: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -18,7 +18,8 @@ def find_best(size: NDArray[np.int64], work: NDArray[np.int64]) -> NDArray[np.in
         few = _STEP * find_best(size[::_STEP], work[::_STEP])
         before = size[few].searchsorted(size, "right") - 1
         left = np.flatnonzero((before < 0) | (work <= work[few][before]))
-        return left[_sort_best(size[left], work[left])]
+        best: NDArray[np.int64] = left[_sort_best(size[left], work[left])]
+        return best
     return _sort_best(size, work)
 
 
