@@ -90,7 +90,7 @@ class _Spans:
         first, order = choices.first[start], choices.order
         for places, size, forward, backward, flops, made in shapes:
             need = forward if backward is None else max(forward, offset + backward)
-            yield SpanOption(start, end, tuple(sorted([order[first + at] for at in places])), size, need, flops, made)
+            yield SpanOption(start, end, tuple([order[first + at] for at in places]), size, need, flops, made)
 
     def _find_backward(self, start: int, end: int) -> tuple[int, int]:
         """Return where backward first asks for what these atoms save, and where it has no more use for what they make."""

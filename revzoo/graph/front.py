@@ -21,7 +21,7 @@ from revzoo.graph.span_choices import Choices, SpanOption
 from revzoo.graph.spans import Nest, Spans
 from revzoo.graph.step_record import Record
 
-_POINTS = 4000  # of a front
+_POINTS = 2000  # of a front
 
 
 def find_front(

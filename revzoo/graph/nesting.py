@@ -160,7 +160,8 @@ class _Nests:
             own = [k for i in range(borders[border], borders[border + 1]) for k in choices.born[i]]
             after += sum(choices.sizes[k] for k in own if k in products or storages[k].last_use >= borders[end])
             forward.extend(own, products)
-            alike = next((each for each in self._before if self._is_like(each, min(border, nearest.start))), None)
+            self._before = [each for each in self._before if self._is_like(each, min(border, nearest.start))]
+            alike = next(iter(self._before), None)
             if alike is not None:
                 front = self._fronts[border] = alike._fronts[border]
             else:
@@ -208,9 +209,9 @@ class _Nests:
         choices = self._choices
         start, end = choices.leaves[border], choices.leaves[self._end]
         columns = np.flatnonzero(front[4] < self._end).tolist()
-        if not columns or choices.remakes_across(start, end):
+        if not columns or _remakes_across(choices, start, end):
             return
-        kept, size, highest = tuple(sorted(forward.kept)), forward.kept_bytes, forward.find_peak(start)
+        kept, size, highest = tuple(forward.kept), forward.kept_bytes, forward.find_peak(start)
         last = len(columns) - 1
         for c in sorted({columns[round(i * last / (_NESTS - 1))] for i in range(_NESTS)}):
             need, _, flops, made = front[:4, c].tolist()
@@ -225,6 +226,16 @@ class _Nests:
             spans.append(self._inner.find(border, following).option)
             border, column = following, after
         return spans
+
+
+def _remakes_across(choices: Choices, start: int, end: int) -> bool:
+    """Return whether some atoms read what is made again for them, or make what is made again for others."""
+    storages = choices.record.storages
+    return any(
+        start <= storages[k].born < end <= storages[k].last_use
+        or (storages[k].born < start and any(start <= i < end for i in readers))
+        for k, readers in choices.readers.items()
+    )
 
 
 class _Forward:
@@ -258,5 +269,6 @@ class _Forward:
 
     def find_peak(self, start: int) -> int:
         """Return the peak of the nest that begins at `start`, the last that was taken in."""
-        passing = self._choices.count_passing(start)
-        return passing + int(self._before[start - self._first :].max())
+        storages = self._choices.record.storages
+        remade = (k for k in self._choices.remade.recipes if storages[k].born < start <= storages[k].last_use)
+        return sum(self._choices.sizes[k] for k in remade) + int(self._before[start - self._first :].max())

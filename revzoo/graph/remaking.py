@@ -6,7 +6,7 @@ read last, and where it was made. The largest such tensor may also be made again
 has to be kept for that; the first skip of a U-Net needs nothing but the images.
 
 A span has to know what the others leave to it. So these tensors are chosen once for the whole graph, and the search is repeated
-for a few such sets (`front.py`): those of the largest tensors.
+for a few such sets (`front.py`): the largest tensors, with ever fewer products kept for the first of them.
 """
 
 from bisect import bisect_right
@@ -47,8 +47,7 @@ def list_remade(choices: Choices) -> Iterator[Remade]:
     if recipes:
         largest, others = next(iter(recipes)), list(recipes.values())[1:]
         for recipe in (recipes[largest], *_list_deeper(choices, largest, recipes[largest])):
-            for count in range(len(others) + 1):
-                yield _unite(choices, [recipe, *others[:count]])
+            yield _unite(choices, [recipe, *others])
 
 
 def _list_largest(choices: Choices) -> dict[int, _Recipe]:

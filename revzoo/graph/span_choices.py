@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,7 @@ from revzoo.graph.step_record import Record, find_first
 _SUBSETS = 8  # of what a span may keep
 
 
-@dataclass(frozen=True)
-class SpanOption:
+class SpanOption(NamedTuple):
     """One span, and what it keeps.
 
     Args:
@@ -108,7 +107,7 @@ class Choices:
             if storage.maker is not None and storage.last_use < count:
                 self.dead[storage.last_use].append(k)
         self.reads = [sorted({of_node[each] for each in atom.reads if each in of_node}) for atom in atoms]
-        self._readers = {k: [i for i, reads in enumerate(self.reads) if k in reads] for k in remade.recipes}
+        self.readers = {k: [i for i, reads in enumerate(self.reads) if k in reads] for k in remade.recipes}
         self.made = nanoseconds or [sum(self.sizes[k] for k in born) for born in self.born]
         self.gradient = np.array(record.gradient_bytes, np.int64)
         later = (at if at >= 0 else len(self.gradient) for at in record.first_unpack)
@@ -144,19 +143,10 @@ class Choices:
         marks = [0] * len(self.record.atoms)
         for k in self.remade.recipes:
             storage = self.record.storages[k]
-            last = max(storage.last_use, *storage.saved_by, *self._readers[k], storage.born)
+            last = max(storage.last_use, *storage.saved_by, *self.readers[k], storage.born)
             for i in range(storage.born, min(last + 1, len(marks))):
                 marks[i] = 1
         return marks
-
-    def remakes_across(self, start: int, end: int) -> bool:
-        """Return whether some atoms read what is made again for them, or make what is made again for others."""
-        storages = self.record.storages
-        return any(
-            start <= storages[k].born < end <= storages[k].last_use
-            or (storages[k].born < start and any(start <= i < end for i in readers))
-            for k, readers in self._readers.items()
-        )
 
     def find_highest(self, start: int, end: int) -> int:
         """Return the most bytes of gradients between two positions in the log of backward."""
@@ -174,11 +164,6 @@ class Choices:
         if (start, end) not in self._inner:
             self._inner[start, end] = Span(self, start, end, is_nested=True)
         return self._inner[start, end]
-
-    def count_passing(self, start: int) -> int:
-        """Return the bytes of what is made again that have been made before an atom and are still in use there."""
-        storages = self.record.storages
-        return sum(self.sizes[k] for k in self.remade.recipes if storages[k].born < start <= storages[k].last_use)
 
     def price(self, flops: int, made: int) -> int:
         """Return the work of FLOPs and moved bytes together [FLOPs], or the nanoseconds."""
@@ -325,26 +310,21 @@ class Span:
         begin = min(asked)
         if not dropped:
             return self._highest(begin, [(k, -1, storages[k].released) for k in held])
-        at = self.find_recovery(kept)
         # What the recovery starts from lives until then, and what no slot holds until the last slot is free.
         times = {k: self._find_times(k) for k in dropped}
+        at = find_first(unpacked for unpacked, _ in times.values())
         last = max(released for _, released in times.values())
         starts = {k for i in again for k in choices.reads[i] if k in kept and storages[k].born >= self.start}
-        until = last if at is None else at - 1
+        until = at - 1 if at >= 0 else last
         lives = [(k, -1, max(storages[k].released, until if k in starts else -1)) for k in held]
         lives += [(k, -1, last) for k in starts if storages[k].released < 0]
-        if at is None:
+        if at < 0:
             return self._highest(begin, lives)
         lives += [(k, at, released) for k, (_, released) in times.items()]
         alive = sum(size[k] for k, appears, end in lives if appears < 0 and end >= at)
         passing = {k for k in starts if 0 <= storages[k].released < at}
         recovery = int(gradient[max(0, at - 1)]) + alive + self.peak_of_recovery(kept, again, passing=passing)
         return max(recovery, self._highest(begin, lives))
-
-    def find_recovery(self, kept: Collection[int]) -> int | None:
-        """Return when backward first asks for what is not kept, as a position in the log; None if it never does."""
-        asked = (self._find_times(k)[0] for k in self.saved if k not in kept)
-        return min((at for at in asked if at >= 0), default=None)
 
     def _find_times(self, k: int) -> tuple[int, int]:
         """Return when backward first asks this span for a storage, and when it has no more use for it."""
@@ -356,8 +336,8 @@ class Span:
 
     def find_gradients(self, kept: Collection[int]) -> int:
         """Return the bytes of gradients at its recovery; -1 if nothing is dropped."""
-        at = self.find_recovery(kept)
-        return -1 if at is None else int(self._choices.gradient[max(0, at - 1)])
+        at = find_first(self._find_times(k)[0] for k in self.saved if k not in kept)
+        return -1 if at < 0 else int(self._choices.gradient[max(0, at - 1)])
 
     def _highest(self, begin: int, lives: Sequence[tuple[int, int, int]]) -> int:
         """Return the most bytes of gradients and storages from a position in the log on, given when storages appear and end."""
