@@ -93,7 +93,7 @@ class Capture:
         self._runner = capture_calls(module, self._take)
         with LiveBytesOfReplacedCalls() as self._made:  # in the first run
             self._made.watch(self.tensors)
-            require_results(module, self._run())
+            require_results(module, self._run(self._runner))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -106,21 +106,23 @@ class Capture:
         """The number of atoms of the whole forward."""
         return sum(len(each.atoms) + 1 for each in self.calls) + 1
 
-    def run(self, run_graph: RunGraph) -> Any:
+    def run(self, run_graph: RunGraph | None) -> Any:
         """Call the module and return what it returns.
 
         Args:
-            run_graph: runs a call of a graph, given as its place in `calls`, with its inputs.
+            run_graph: runs a call of a graph, given as its place in `calls`, with its inputs; None runs the module's own code.
         Raises:
             InputError: the module calls other graphs than at first.
         """
         for each in self.tensors:
             each.grad = None
+        if run_graph is None:
+            return self._run(self.module)
         self._run_graph = run_graph
-        return self._run()
+        return self._run(self._runner)
 
     def run_step(
-        self, run_graph: RunGraph, loss: LossFunction | None, end_forward: Callable[[], object] = lambda: None
+        self, run_graph: RunGraph | None, loss: LossFunction | None, end_forward: Callable[[], object] = lambda: None
     ) -> None:
         """Run forward, loss and backward.
 
@@ -136,14 +138,14 @@ class Capture:
         with leave_autocast():
             total.backward()
 
-    def _run(self) -> Any:
+    def _run(self, runner: Callable[..., Any]) -> Any:
         torch_streams, rewind_python_streams = self._random
         torch_streams.rewind()  # every run draws the same numbers
         rewind_python_streams()
         torch.clear_autocast_cache()  # every run casts the weights
         self._position = 0
-        outputs = call(self._runner, self._batch)
-        if self._position != len(self.calls):
+        outputs = call(runner, self._batch)
+        if runner is not self.module and self._position != len(self.calls):
             raise self._differs()
         return outputs
 

@@ -167,6 +167,14 @@ def count_step(captured: Capture, spans: Spans, loss: LossFunction | None = None
     return SpannedStep(max(alive), flops.forward + flops.backward, tracer.events, alive, dict(zip(starts, kept, strict=True)))
 
 
+def count_own_peak(captured: Capture, loss: LossFunction | None = None) -> int:
+    """Return the peak of a training step of the module's own code: it holds its local variables until it returns."""
+    with LiveBytes() as live:
+        live.watch(captured.tensors)
+        captured.run_step(None, loss)
+    return live.peak()
+
+
 def describe_step(
     counted: SpannedStep, step: Record, front: Front | None, *, other_bytes: int, more_flops: int, times: CallTimes | None
 ) -> PlanDetails:

@@ -19,7 +19,7 @@ from revzoo.errors import BudgetError, join_names
 from revzoo.format import format_bytes
 from revzoo.graph.call_times import CallTimes, assign_times, measure_graphs
 from revzoo.graph.capture import Capture, capture
-from revzoo.graph.counted_step import PlanDetails, SpannedStep, count_step, describe_step
+from revzoo.graph.counted_step import PlanDetails, SpannedStep, count_own_peak, count_step, describe_step
 from revzoo.graph.front import Front, find_front
 from revzoo.graph.module_plan import GraphPlan, ModulePlan, set_schedules
 from revzoo.graph.progress import Report, keep_silent
@@ -208,9 +208,13 @@ class _Planner:
         atoms = self.step.atoms
         stored = replace(Spans.keep_all(atoms), ends=[*self.step.walls, len(atoms)])
         counted = count_step(self.captured, stored, self.loss)
-        notes = [f"Everything is stored: the budget is above the {format_bytes(self.stored_peak)} that this takes."]
-        nothing = Spans(atoms, (), frozenset(), frozenset())  # is recovered
-        return self._make_plan(nothing, counted, budget, None, notes if self.base is self.step else [])
+        own_peak = self._add_optimizer(count_own_peak(self.captured, self.loss))
+        if own_peak > budget or self.base is not self.step:
+            return self._make_plan(stored, counted, budget, None)
+        notes = [f"Everything is stored: the budget is above the {format_bytes(own_peak)} that this takes."]
+        nothing = Spans(atoms, (), frozenset(), frozenset())  # is recovered: the module is left as it is
+        plan, details = self._make_plan(nothing, counted, budget, None, notes)
+        return replace(plan, peak_bytes=own_peak), details
 
     @property
     def stored_peak(self) -> int:
