@@ -25,8 +25,9 @@ Classes of `reversible_(model, batch=batch)`:
 Checks: gradients in training mode have the same bits with every block in `invert` as with every block in `store`; parameters
 that have gradients in the ordinary network have them; keys of the state dict, weights, configuration, attributes, hooks,
 training flags and the random stream are what they were; `ordinary_` gives back the outputs to the bit. Classes of
-`revzoo.plan`: planned, below the least, refused, crashed, wrong (gradients not to the bit of the unplanned network's, or a step
-that takes more than was promised).
+`revzoo.plan`: planned, below the least, refused, crashed, rounding (gradients not to the bit of the unplanned network's, but of
+the code that the compiler captures, as docs/planning.md says), wrong (gradients that are neither, or a first or second step that
+takes more than was promised).
 """
 
 import argparse
@@ -258,16 +259,29 @@ def examine_plan(network: Network) -> Row:
             return row | {"class": "damaged", "changes": changes[:8]}
         plan.apply(model, batch)
         gradients, taken = _count_step(model, batch, start)
+        second, again = _count_step(model, batch, start)
     except Exception as error:
         kinds = {BudgetError: "below the least", RevzooError: "refused", Exception: "crashed"}
         row |= {"class": next(name for kind, name in kinds.items() if isinstance(error, kind)), "message": explain(error)}
         changes = start.list_changes(model)
         return row | ({"class": "damaged", "changes": changes[:8]} if changes else {})
     promised = plan.peak_bytes - fixed
-    row |= {"promised_bytes": promised, "taken_bytes": taken}
-    problems = [difference] if (difference := find_difference(gradients, ordinary)) else []
-    problems += [f"takes {taken / promised:.3f} of the promised peak"] if taken > promised else []
-    return row | ({"class": "wrong", "message": "; ".join(problems)} if problems else {})
+    row |= {"promised_bytes": promised, "taken_bytes": taken, "taken_again": again}
+    taken = max(taken, again)
+    problems = [f"takes {taken / promised:.3f} of the promised peak"] if taken > promised else []
+    for difference in filter(None, (find_difference(step, ordinary) for step in (gradients, second))):
+        if find_difference(gradients, second) or find_difference(gradients, _run_captured(model, batch, start)):
+            problems.append(difference)
+        else:
+            row |= {"class": "rounding", "message": difference}
+    return row | ({"class": "wrong", "message": "; ".join(dict.fromkeys(problems))} if problems else {})
+
+
+def _run_captured(model: nn.Module, batch: Any, start: Snapshot) -> dict[str, Tensor]:
+    """Return the gradients of what the compiler captures, run as it is."""
+    revzoo.release(model)
+    torch._dynamo.reset()
+    return run_step(torch.compile(model, backend="eager"), batch, start)
 
 
 def _plan(model: nn.Module, batch: Any, fixed: int, stored: int) -> tuple[Any, float]:

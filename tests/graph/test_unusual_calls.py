@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import revzoo
 from revzoo.graph import ModulePlan, plan_module
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
+from revzoo.runtime.nested import tensors_in
 
 
 class Recurrent(nn.Module):
@@ -49,7 +51,7 @@ def count_peak(module: nn.Module, batch: Any) -> int:
 
 
 def total(out: Any) -> Tensor:
-    return out.square().sum()
+    return sum(each.square().sum() for each in tensors_in(out))
 
 
 def apply_least(module: nn.Module, batch: Any) -> ModulePlan:
@@ -69,6 +71,19 @@ def test_networks_with_recurrent_layers(layer: Callable[..., nn.Module], same_st
     assert count_peak(plain, batch) == plan.no_recompute_peak_bytes
     assert count_peak(module, batch) == plan.peak_bytes
     same_step(module, plain, batch)
+
+
+@pytest.mark.parametrize(
+    "module, batch",
+    [
+        (nn.LSTM(8, 8), (torch.randn(11, 3, 8),)),  # its backward returns one gradient for two biases
+        (nn.EmbeddingBag(8, 4, mode="max", include_last_offset=True), (torch.arange(8), torch.tensor([0, 3, 8]))),
+    ],
+    ids=["lstm", "bag"],
+)
+def test_the_stored_peak_is_counted(module: nn.Module, batch: Any) -> None:
+    stored = revzoo.plan(module, batch, "1GiB", loss=total).no_recompute_peak_bytes
+    assert stored == count_peak(module, batch)
 
 
 def test_a_call_without_an_argument_drops_what_is_planned(same_step: Callable[..., None]) -> None:
