@@ -26,8 +26,8 @@ Checks: gradients in training mode have the same bits with every block in `inver
 that have gradients in the ordinary network have them; keys of the state dict, weights, configuration, attributes, hooks,
 training flags and the random stream are what they were; `ordinary_` gives back the outputs to the bit. Classes of
 `revzoo.plan`: planned, below the least, refused, crashed, rounding (gradients not to the bit of the unplanned network's, but of
-the code that the compiler captures, as docs/planning.md says), wrong (gradients that are neither, or a first or second step that
-takes more than was promised).
+the code that the compiler captures, as docs/planning.md says), wrong (gradients that are neither, or a first or second step
+that takes more than was promised).
 """
 
 import argparse

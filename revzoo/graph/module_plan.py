@@ -248,7 +248,8 @@ class _PlannedCall:
         shapes = list_shapes((args, kwargs))
         if sorted(shapes) != sorted(setting.batch):
             self._warn_of_difference(", not of " + ", ".join(shapes))
-            if not set(shapes) <= set(setting.batch):  # otherwise it only leaves out an argument
+            if not {each for each in shapes if not each.startswith("[] ")} <= set(setting.batch):
+                # Otherwise it leaves out an argument, or adds a number, as Transformers' Trainer does.
                 return module._call_impl(*args, **kwargs)
         self._thread.position = 0
         results = self._captured(*args, **kwargs)

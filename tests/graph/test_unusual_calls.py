@@ -74,7 +74,7 @@ def test_networks_with_recurrent_layers(layer: Callable[..., nn.Module], same_st
 
 
 @pytest.mark.parametrize(
-    "module, batch",
+    ("module", "batch"),
     [
         (nn.LSTM(8, 8), (torch.randn(11, 3, 8),)),  # its backward returns one gradient for two biases
         (nn.EmbeddingBag(8, 4, mode="max", include_last_offset=True), (torch.arange(8), torch.tensor([0, 3, 8]))),
@@ -93,3 +93,13 @@ def test_a_call_without_an_argument_drops_what_is_planned(same_step: Callable[..
     with pytest.warns(UserWarning, match="differs from the one that was planned"):
         same_step(module, plain, (x,))
     assert count_peak(module, (x,)) < 1.1 * plan.peak_bytes < 0.8 * count_peak(plain, (x,))
+
+
+def test_a_call_with_one_more_number_drops_what_is_planned(same_step: Callable[..., None]) -> None:
+    """Transformers' Trainer adds `num_items_in_batch`."""
+    module, x = Weighing(), torch.randn(64, 8)
+    plain, batch = copy.deepcopy(module), (x, torch.tensor(64.0))
+    plan = apply_least(module, (x,))
+    with pytest.warns(UserWarning, match="differs from the one that was planned"):
+        assert count_peak(module, batch) < 1.1 * plan.peak_bytes < 0.8 * count_peak(plain, batch)
+    same_step(module, plain, batch)
