@@ -138,8 +138,8 @@ class ModulePlan:
         """Have the module keep what is planned, from its next call on. Its class, keys and hooks stay as they are.
 
         The first call captures the module's graphs again, which takes seconds. Calls with other shapes or dtypes, or in eval
-        mode, store everything; those that leave out an argument, or take another branch, keep what is planned for the calls
-        that they share. The first of them in training says so.
+        mode, store everything; those that leave out an argument, add a number, or take another branch, keep what is planned for
+        the calls that they share. The first of them in training says so.
 
         Args:
             module: the one planned for, or an equal one.
