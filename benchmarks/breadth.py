@@ -248,7 +248,7 @@ def examine_plan(network: Network) -> Row:
     model, batch = network()
     start = Snapshot(model.train())
     ordinary, stored = _count_step(model, batch, start)
-    fixed = sum(t.untyped_storage().nbytes() for t in [*(t for _, t in _list_tensors(model)), *tensors_in(batch)])
+    fixed = _count_fixed(model, batch)
     seed_all()
     start, begin = Snapshot(model), time.process_time()
     row: Row = {"class": "planned", "stored_bytes": stored}
@@ -291,6 +291,12 @@ def _plan(model: nn.Module, batch: Any, fixed: int, stored: int) -> tuple[Any, f
         with suppress(BudgetError):
             return revzoo.plan(model, batch, fixed + int(budget * stored), loss=compute_loss), budget
     return revzoo.plan(model, batch, fixed + int(last * stored), loss=compute_loss), last
+
+
+def _count_fixed(model: nn.Module, batch: Any) -> int:
+    """Return the bytes of weights, buffers and batch. A tensor may be two arguments of the batch."""
+    live = LiveBytesOfReplacedCalls()
+    return live.size(live.watch([*(t for _, t in _list_tensors(model)), *tensors_in(batch)]))
 
 
 def _count_step(model: nn.Module, batch: Any, start: Snapshot) -> tuple[dict[str, Tensor], int]:

@@ -18,7 +18,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from revzoo.analysis.fake_tensors import find_fake_mode
 from revzoo.graph.expansion import expand_calls, get_attribute
@@ -165,8 +165,7 @@ def split_into_atoms(graph: GraphModule, inputs: Sequence[Any]) -> list[Atom]:
         result.data = fake
         return result
 
-    grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # the graph may switch it
-    with _disable_current_modes(), mode, grad_mode:  # a mode around the step would count these, too
+    with mode, torch.set_grad_enabled(torch.is_grad_enabled()):  # the graph may switch it
         follower = _Follower(graph, [map_tensors(make_fake, each) for each in inputs])
         calls = [follower.run(node) for node in graph.graph.nodes if node.op not in (*_INPUTS, "output")]
     place = {call.node: i for i, call in enumerate(calls)}
