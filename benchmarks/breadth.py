@@ -25,7 +25,8 @@ Classes of `reversible_(model, batch=batch)`:
 Checks: gradients in training mode have the same bits with every block in `invert` as with every block in `store`; parameters
 that have gradients in the ordinary network have them; keys of the state dict, weights, configuration, attributes, hooks,
 training flags and the random stream are what they were; `ordinary_` gives back the outputs to the bit. Classes of
-`revzoo.plan`: planned, below the least, refused, crashed, wrong (gradients not to the bit of the unplanned network's, or a step
+`revzoo.plan`: planned, below the least, refused, crashed, rounding (gradients not to the bit of the unplanned network's, but of
+the code that the compiler captures, as docs/planning.md says), wrong (gradients that are neither, or a first or second step
 that takes more than was promised).
 """
 
@@ -247,7 +248,7 @@ def examine_plan(network: Network) -> Row:
     model, batch = network()
     start = Snapshot(model.train())
     ordinary, stored = _count_step(model, batch, start)
-    fixed = sum(t.untyped_storage().nbytes() for t in [*(t for _, t in _list_tensors(model)), *tensors_in(batch)])
+    fixed = _count_fixed(model, batch)
     seed_all()
     start, begin = Snapshot(model), time.process_time()
     row: Row = {"class": "planned", "stored_bytes": stored}
@@ -258,16 +259,29 @@ def examine_plan(network: Network) -> Row:
             return row | {"class": "damaged", "changes": changes[:8]}
         plan.apply(model, batch)
         gradients, taken = _count_step(model, batch, start)
+        second, again = _count_step(model, batch, start)
     except Exception as error:
         kinds = {BudgetError: "below the least", RevzooError: "refused", Exception: "crashed"}
         row |= {"class": next(name for kind, name in kinds.items() if isinstance(error, kind)), "message": explain(error)}
         changes = start.list_changes(model)
         return row | ({"class": "damaged", "changes": changes[:8]} if changes else {})
     promised = plan.peak_bytes - fixed
-    row |= {"promised_bytes": promised, "taken_bytes": taken}
-    problems = [difference] if (difference := find_difference(gradients, ordinary)) else []
-    problems += [f"takes {taken / promised:.3f} of the promised peak"] if taken > promised else []
-    return row | ({"class": "wrong", "message": "; ".join(problems)} if problems else {})
+    row |= {"promised_bytes": promised, "taken_bytes": taken, "taken_again": again}
+    taken = max(taken, again)
+    problems = [f"takes {taken / promised:.3f} of the promised peak"] if taken > promised else []
+    for difference in filter(None, (find_difference(step, ordinary) for step in (gradients, second))):
+        if find_difference(gradients, second) or find_difference(gradients, _run_captured(model, batch, start)):
+            problems.append(difference)
+        else:
+            row |= {"class": "rounding", "message": difference}
+    return row | ({"class": "wrong", "message": "; ".join(dict.fromkeys(problems))} if problems else {})
+
+
+def _run_captured(model: nn.Module, batch: Any, start: Snapshot) -> dict[str, Tensor]:
+    """Return the gradients of what the compiler captures, run as it is."""
+    revzoo.release(model)
+    torch._dynamo.reset()
+    return run_step(torch.compile(model, backend="eager"), batch, start)
 
 
 def _plan(model: nn.Module, batch: Any, fixed: int, stored: int) -> tuple[Any, float]:
@@ -277,6 +291,12 @@ def _plan(model: nn.Module, batch: Any, fixed: int, stored: int) -> tuple[Any, f
         with suppress(BudgetError):
             return revzoo.plan(model, batch, fixed + int(budget * stored), loss=compute_loss), budget
     return revzoo.plan(model, batch, fixed + int(last * stored), loss=compute_loss), last
+
+
+def _count_fixed(model: nn.Module, batch: Any) -> int:
+    """Return the bytes of weights, buffers and batch. A tensor may be two arguments of the batch."""
+    live = LiveBytesOfReplacedCalls()
+    return live.size(live.watch([*(t for _, t in _list_tensors(model)), *tensors_in(batch)]))
 
 
 def _count_step(model: nn.Module, batch: Any, start: Snapshot) -> tuple[dict[str, Tensor], int]:

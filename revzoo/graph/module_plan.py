@@ -4,6 +4,7 @@ A plan names the calls of a graph, so that it can be saved, and is checked again
 module that matches the planned one runs as planned; any other call stores everything.
 """
 
+import itertools
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,15 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.analysis.chains import find_block_chains, find_chains
-from revzoo.errors import PlanError, join_names
+from revzoo.errors import PlanError
 from revzoo.format import format_bytes, format_seconds, format_spread
 from revzoo.graph.atoms import Atom, split_into_atoms
 from revzoo.graph.capture import Runner, capture_calls, compute_digest
 from revzoo.graph.expansion import expand_calls
-from revzoo.graph.refusal import describe_backward_hooks
+from revzoo.graph.refusal import describe_backward_hooks, describe_modes
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Nest, Spans
 from revzoo.planning.setting import Setting, list_shapes, read_setting
@@ -138,8 +139,8 @@ class ModulePlan:
         """Have the module keep what is planned, from its next call on. Its class, keys and hooks stay as they are.
 
         The first call captures the module's graphs again, which takes seconds. Calls with other shapes or dtypes, or in eval
-        mode, store everything; those that leave out an argument, or take another branch, keep what is planned for the calls
-        that they share. The first of them in training says so.
+        mode, store everything; those that leave out an argument, add a number, or take another branch, keep what is planned for
+        the calls that they share. The first of them in training says so.
 
         Args:
             module: the one planned for, or an equal one.
@@ -248,7 +249,8 @@ class _PlannedCall:
         shapes = list_shapes((args, kwargs))
         if sorted(shapes) != sorted(setting.batch):
             self._warn_of_difference(", not of " + ", ".join(shapes))
-            if not set(shapes) <= set(setting.batch):  # otherwise it only leaves out an argument
+            if not {each for each in shapes if not each.startswith("[] ")} <= set(setting.batch):
+                # Otherwise it leaves out an argument, or adds a number, as Transformers' Trainer does.
                 return module._call_impl(*args, **kwargs)
         self._thread.position = 0
         results = self._captured(*args, **kwargs)
@@ -280,7 +282,9 @@ class _PlannedCall:
         if place is not None:
             spans = self._plans[place].bind(graph) if self._plans[place].ends else None
         else:
-            spans = self._carry_over(split_into_atoms(graph, inputs))
+            with _disable_current_modes():  # one that counts what the step allocates would count this, too
+                atoms = split_into_atoms(graph, inputs)
+            spans = self._carry_over(atoms)
         return graph.forward if spans is None else SpannedGraph(graph, spans)
 
     def _carry_over(self, atoms: Sequence[Atom]) -> Spans | None:
@@ -301,14 +305,8 @@ class _PlannedCall:
         )
 
     def _warn_of_nothing(self) -> None:
-        modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if not mode.ignore_compile_internals()]
         off = "torch.compile is off: see TORCH_COMPILE_DISABLE, torch._dynamo.config.disable, torch.compiler.set_stance."
-        why = next(describe_backward_hooks(self._module), off)
-        if modes:
-            why = (
-                f"torch.compile captures no graph under the dispatch mode {join_names(modes)}. Leave it, or let its class have "
-                "a method ignore_compile_internals that returns True."
-            )
+        why = next(itertools.chain(describe_modes(), describe_backward_hooks(self._module)), off)
         self._warn(f"The plan of {self._setting.model} steps aside, and this call stores everything. {why}")
 
     def _warn(self, message: str) -> None:

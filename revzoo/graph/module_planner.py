@@ -23,7 +23,7 @@ from revzoo.graph.counted_step import PlanDetails, SpannedStep, count_own_peak, 
 from revzoo.graph.front import Front, find_front
 from revzoo.graph.module_plan import GraphPlan, ModulePlan, set_schedules
 from revzoo.graph.progress import Report, keep_silent
-from revzoo.graph.refusal import describe_backward_hooks
+from revzoo.graph.refusal import describe_backward_hooks, describe_modes
 from revzoo.graph.spans import Spans
 from revzoo.graph.step_record import Record, record
 from revzoo.planning.budget import count_model_bytes, parse_budget
@@ -312,6 +312,7 @@ class _Planner:
             yield from describe_backward_hooks(self.captured.module)
         if not count:
             yield f"torch.compile captures nothing of {self.setting.model}, so everything is stored."
+            yield from describe_modes()
         if count > 1:
             kept = sum(s.bytes for s in self.step.storages if s.released >= 0 and not self.step.atoms[s.born].nodes)
             yield (

@@ -11,6 +11,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TorchRuntimeError
 from torch.fx import GraphModule
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from revzoo.analysis.chains import find_block_chains
 from revzoo.analysis.dry_run import call
@@ -96,6 +97,15 @@ def require_no_transforms(module: nn.Module, graph: GraphModule) -> None:
         raise InputError(
             f"The forward of {type(module).__name__} uses vmap, grad or another transform of torch.func (in {path}), which "
             "cannot be planned. Plan a submodule that uses none."
+        )
+
+
+def describe_modes() -> Iterator[str]:
+    """Yield what to do about a dispatch mode under which the compiler captures nothing, if there is one."""
+    if modes := [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if not mode.ignore_compile_internals()]:
+        yield (
+            f"torch.compile captures no graph under the dispatch mode {join_names(modes)}. Leave it, or let its class have "
+            "a method ignore_compile_internals that returns True."
         )
 
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import revzoo
 from revzoo.graph import ModulePlan, plan_module
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
+from revzoo.runtime.nested import tensors_in
 
 
 class Recurrent(nn.Module):
@@ -49,7 +51,7 @@ def count_peak(module: nn.Module, batch: Any) -> int:
 
 
 def total(out: Any) -> Tensor:
-    return out.square().sum()
+    return sum(each.square().sum() for each in tensors_in(out))
 
 
 def apply_least(module: nn.Module, batch: Any) -> ModulePlan:
@@ -71,6 +73,19 @@ def test_networks_with_recurrent_layers(layer: Callable[..., nn.Module], same_st
     same_step(module, plain, batch)
 
 
+@pytest.mark.parametrize(
+    ("module", "batch"),
+    [
+        (nn.LSTM(8, 8), (torch.randn(11, 3, 8),)),  # its backward returns one gradient for two biases
+        (nn.EmbeddingBag(8, 4, mode="max", include_last_offset=True), (torch.arange(8), torch.tensor([0, 3, 8]))),
+    ],
+    ids=["lstm", "bag"],
+)
+def test_the_stored_peak_is_counted(module: nn.Module, batch: Any) -> None:
+    stored = revzoo.plan(module, batch, "1GiB", loss=total).no_recompute_peak_bytes
+    assert stored == count_peak(module, batch)
+
+
 def test_a_call_without_an_argument_drops_what_is_planned(same_step: Callable[..., None]) -> None:
     module, x = Weighing(), torch.randn(64, 8)
     plain = copy.deepcopy(module)
@@ -78,3 +93,13 @@ def test_a_call_without_an_argument_drops_what_is_planned(same_step: Callable[..
     with pytest.warns(UserWarning, match="differs from the one that was planned"):
         same_step(module, plain, (x,))
     assert count_peak(module, (x,)) < 1.1 * plan.peak_bytes < 0.8 * count_peak(plain, (x,))
+
+
+def test_a_call_with_one_more_number_drops_what_is_planned(same_step: Callable[..., None]) -> None:
+    """Transformers' Trainer adds `num_items_in_batch`."""
+    module, x = Weighing(), torch.randn(64, 8)
+    plain, batch = copy.deepcopy(module), (x, torch.tensor(64.0))
+    plan = apply_least(module, (x,))
+    with pytest.warns(UserWarning, match="differs from the one that was planned"):
+        assert count_peak(module, batch) < 1.1 * plan.peak_bytes < 0.8 * count_peak(plain, batch)
+    same_step(module, plain, batch)

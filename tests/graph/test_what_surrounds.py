@@ -124,6 +124,8 @@ def test_plans_that_step_aside_say_so_once(same_step):
         same_step(module, plain, BATCH)
     with FlopCounterMode(display=False):
         same_step(module, plain, BATCH)
+        with pytest.raises(BudgetError, match="under the dispatch mode _?FlopCounterMode. Leave it"):
+            revzoo.plan(plain, BATCH, "1KiB")
     plan.apply(module)
     with torch.compiler.set_stance("force_eager"), pytest.warns(UserWarning, match="steps aside.*torch.compile is off"):
         same_step(module, plain, BATCH)
