@@ -89,7 +89,7 @@ class Contents(_Snapshot):
 
     Objects are followed through attributes, tuples, bound methods and `functools.partial`. Attributes of objects of torch,
     NumPy and the standard library, of classes and of Python modules are not looked at, nor are values in tensors. But
-    generators of random numbers are set back to where they were.
+    generators of random numbers are set back to where they were, and so are the gradients of tensors that are no parameters.
 
     Args:
         root: the object.
@@ -103,9 +103,8 @@ class Contents(_Snapshot):
         skipped = _PLAIN if follows_functions else {*_PLAIN, FunctionType}
         while waiting and len(known) < _MOST:
             each = waiting.popleft()
-            if (rewind := _mark_stream(each)) is not None:
+            if (rewind := _mark_state(each)) is not None:
                 self._held.append(rewind)
-                continue
             for inside in self._look_into(each):
                 if type(inside) not in skipped and id(inside) not in known:
                     known.add(id(inside))
@@ -166,8 +165,11 @@ class _Variable:
         return now is not self.inside[0]
 
 
-def _mark_stream(each: Any) -> Callable[[], bool] | None:
-    """Return what sets a random generator of torch, Python or NumPy back to where it is; None for any other object."""
+def _mark_state(each: Any) -> Callable[[], bool] | None:
+    """Return what sets back a random generator of torch, Python or NumPy, or the gradient of a tensor that is no parameter.
+
+    None for any other object.
+    """
     read: Callable[[], Any]
     write: Callable[[Any], Any]
     numpy = sys.modules.get("numpy")
@@ -177,6 +179,8 @@ def _mark_stream(each: Any) -> Callable[[], bool] | None:
         read, write = each.getstate, each.setstate
     elif numpy is not None and isinstance(each, numpy.random.Generator):
         read, write = partial(getattr, each.bit_generator, "state"), partial(setattr, each.bit_generator, "state")
+    elif isinstance(each, Tensor) and each.requires_grad and each.is_leaf and not isinstance(each, nn.Parameter):
+        read, write = partial(getattr, each, "grad"), partial(setattr, each, "grad")
     else:
         return None
     state: Any = read()
