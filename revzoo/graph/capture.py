@@ -5,7 +5,6 @@ chain for example, and begins another after it. What stands between is run as it
 checks its guards at every call, and hands over other graphs where shapes, dtypes or flags are others.
 """
 
-import gc
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -265,28 +264,7 @@ def capture_calls(module: nn.Module, backend: Callable[[GraphModule, Sequence[An
 
     # The compiler counts captures by code object and gives up after a few, so every module gets one of its own.
     fresh = FunctionType(call_module.__code__.replace(), globals(), "call_module", closure=call_module.__closure__)
-    num_breaks, num_compiled = _count_breaks(), 0
-
-    def free_failures() -> None:
-        """Free what the compiler raised where it ended a graph: the frames in it hold tensors until garbage is collected."""
-        if _count_breaks() != num_breaks:
-            gc.collect()
-
-    def take(graph: GraphModule, inputs: Sequence[Any]) -> Runner:
-        nonlocal num_compiled
-        num_compiled += 1
-        run_graph, is_new = backend(graph, inputs), True
-
-        def run(*given: Any) -> Any:
-            nonlocal is_new
-            if is_new:
-                is_new = False
-                free_failures()
-            return run_graph(*given)
-
-        return run
-
-    runner: Runner = torch.compile(fresh, backend=take, dynamic=False)
+    runner: Runner = torch.compile(fresh, backend=backend, dynamic=False)
     patched: Runner = torch._dynamo.config.patch(
         allow_rnn=True,  # as a call of the graph
         optimize_ddp=False,  # under DistributedDataParallel the compiler would cut the graph at its buckets
@@ -298,21 +276,14 @@ def capture_calls(module: nn.Module, backend: Callable[[GraphModule, Sequence[An
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal has_captured
-        before = num_compiled
         with nullcontext() if has_captured else warnings.catch_warnings():
             if not has_captured:  # the compiler asks for it
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             results = patched(*args, **kwargs)
         has_captured = True
-        if num_compiled != before:
-            free_failures()
         return results
 
     return run
-
-
-def _count_breaks() -> int:
-    return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
 def compute_digest(graph: GraphModule, inputs: Sequence[Any]) -> str:

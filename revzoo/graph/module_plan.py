@@ -4,6 +4,7 @@ A plan names the calls of a graph, so that it can be saved, and is checked again
 module that matches the planned one runs as planned; any other call stores everything.
 """
 
+import gc
 import itertools
 import json
 import warnings
@@ -252,8 +253,10 @@ class _PlannedCall:
             if not {each for each in shapes if not each.startswith("[] ")} <= set(setting.batch):
                 # Otherwise it leaves out an argument, or adds a number, as Transformers' Trainer does.
                 return module._call_impl(*args, **kwargs)
-        self._thread.position = 0
+        self._thread.position, self._thread.has_compiled = 0, False
         results = self._captured(*args, **kwargs)
+        if self._thread.has_compiled:
+            gc.collect()
         if not self._thread.position and self._plans and not must_store():
             self._warn_of_nothing()
         return results
@@ -269,6 +272,8 @@ class _PlannedCall:
             program = programs.get(at)
             if program is None:
                 program = programs[at] = self._choose(graph, digest, at, given)
+                self._thread.has_compiled = True
+                gc.collect()  # what the compiler raised where it ended a graph holds frames, and these hold tensors
             return program(*given)
 
         return run
