@@ -8,7 +8,7 @@ checks its guards at every call, and hands over other graphs where shapes, dtype
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -276,9 +276,10 @@ def capture_calls(module: nn.Module, backend: Callable[[GraphModule, Sequence[An
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal has_captured
-        with nullcontext() if has_captured else warnings.catch_warnings():
-            if not has_captured:  # the compiler asks for it
-                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        if has_captured:
+            return patched(*args, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the compiler asks for it
             results = patched(*args, **kwargs)
         has_captured = True
         return results

@@ -208,13 +208,15 @@ class _Planner:
         atoms = self.step.atoms
         stored = replace(Spans.keep_all(atoms), ends=[*self.step.walls, len(atoms)])
         counted = count_step(self.captured, stored, self.loss)
-        own_peak = self._add_optimizer(count_own_peak(self.captured, self.loss))
-        if own_peak > budget or self.base is not self.step:
-            return self._make_plan(stored, counted, budget, None)
-        notes = [f"Everything is stored: the budget is above the {format_bytes(own_peak)} that this takes."]
-        nothing = Spans(atoms, (), frozenset(), frozenset())  # is recovered: the module is left as it is
-        plan, details = self._make_plan(nothing, counted, budget, None, notes)
-        return replace(plan, peak_bytes=own_peak), details
+        peak = self._add_optimizer(counted.peak_bytes)
+        if not self.schedules:  # then such a plan leaves the module as it is
+            peak = self._add_optimizer(count_own_peak(self.captured, self.loss))
+            if peak > budget:
+                return self._make_plan(stored, counted, budget, None)
+        notes = [f"Everything is stored: the budget is above the {format_bytes(peak)} that this takes."]
+        nothing = Spans(atoms, (), frozenset(), frozenset())  # is recovered
+        plan, details = self._make_plan(nothing, counted, budget, None, notes if self.base is self.step else [])
+        return replace(plan, peak_bytes=peak), details
 
     @property
     def stored_peak(self) -> int:

@@ -148,6 +148,26 @@ def test_a_skip_is_made_again_where_it_is_read_and_where_it_was_made(same_step):
     same_step(net, plain, IMAGES)
 
 
+class Holding(nn.Sequential):
+    def forward(self, x):
+        large = x.new_zeros(100, 1000)
+        return super().forward(x) * (1 + large.mean())  # `large` lives until forward returns
+
+
+def test_a_plan_that_stores_everything_promises_what_the_modules_own_code_takes(same_step):
+    x = torch.linspace(-1, 1, 2048).view(32, 64)
+    module = Holding(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.GELU())))
+    stored = revzoo.plan(module, x, "1TB")
+    assert not stored.drops_something
+    assert stored.peak_bytes == revzoo.measure_memory(module, x).peak_bytes > stored.no_recompute_peak_bytes
+    captured = revzoo.plan(module, x, stored.peak_bytes - 1)  # fits where the captured graph runs, which frees it
+    assert captured.peak_bytes == stored.no_recompute_peak_bytes
+    plain = copy.deepcopy(module)
+    captured.apply(module)
+    assert revzoo.measure_memory(module, x).peak_bytes == captured.peak_bytes
+    same_step(module, plain, x)
+
+
 def test_planning_leaves_the_module_as_it_was(net):
     before = copy.deepcopy(net.state_dict())
     state = torch.random.get_rng_state()
