@@ -22,7 +22,30 @@ class Bijection(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define inverse(y).")
 
 
-class SpaceToDepth(Bijection):
+class _Folding(Bijection):
+    """The base of bijections that take `block` x `block` squares of pixels apart."""
+
+    def __init__(self, block: int = 2):
+        super().__init__()
+        self.block = block
+
+    def _cut(self, x: Tensor) -> Tensor:
+        """Return a view of images (B, C, H, W) as squares, (B, C, H / block, dy, W / block, dx)."""
+        H, W = x.shape[-2:]
+        if H % self.block or W % self.block:
+            raise InputError(
+                f"Pooling takes whole squares of {self.block} x {self.block} pixels. Received: {H} x {W} pixels. Pad or crop "
+                "the image, or pool less often."
+            )
+        return x.unflatten(3, (-1, self.block)).unflatten(2, (-1, self.block))
+
+
+def _join(squares: Tensor) -> Tensor:
+    """Return images of such squares; of 1x1 pixels, the flattened tensor is a channels-last view."""
+    return squares.flatten(4, 5).flatten(2, 3).contiguous()
+
+
+class SpaceToDepth(_Folding):
     """Fold each `block` x `block` square of pixels into the channels.
 
     Shapes: (B, C, H, W) -> (B, block^2 C, H / block, W / block), H and W divisible by block.
@@ -30,25 +53,14 @@ class SpaceToDepth(Bijection):
         of `torch.nn.PixelUnshuffle`.
     """
 
-    def __init__(self, block: int = 2):
-        super().__init__()
-        self.block = block
-
     def forward(self, x: Tensor) -> Tensor:
-        n = self.block
-        _require_squares(x, n)
-        B, C, H, W = x.shape
-        x = x.reshape(B, C, H // n, n, W // n, n).permute(0, 3, 5, 1, 2, 4)  # B, dy, dx, C, H/n, W/n
-        return x.reshape(B, n * n * C, H // n, W // n).contiguous()
+        return self._cut(x).permute(0, 3, 5, 1, 2, 4).flatten(1, 3).contiguous()
 
     def inverse(self, y: Tensor) -> Tensor:
-        n = self.block
-        B, C, H, W = y.shape
-        y = y.reshape(B, n, n, C // (n * n), H, W).permute(0, 3, 4, 1, 5, 2)  # B, C, H, dy, W, dx
-        return y.reshape(B, C // (n * n), H * n, W * n).contiguous()  # of 1x1 pixels, the reshape is a channels-last view
+        return _join(y.unflatten(1, (self.block, self.block, -1)).permute(0, 3, 4, 1, 5, 2))
 
 
-class PixelUnshuffle(Bijection):
+class PixelUnshuffle(_Folding):
     """Fold each `block` x `block` square of pixels into channels next to the one they come from.
 
     Half of the output comes from half of the input, which `SpaceToDepth` mixes: among layers it needs half as much memory.
@@ -60,19 +72,14 @@ class PixelUnshuffle(Bijection):
 
     is_channelwise = True
 
-    def __init__(self, block: int = 2):
-        super().__init__()
-        self.block = block
-
     def forward(self, x: Tensor) -> Tensor:
-        _require_squares(x, self.block)
-        return F.pixel_unshuffle(x, self.block).contiguous()
+        return self._cut(x).permute(0, 1, 3, 5, 2, 4).flatten(1, 3).contiguous()
 
     def inverse(self, y: Tensor) -> Tensor:
         return F.pixel_shuffle(y, self.block).contiguous()
 
 
-class SpaceToBatch(Bijection):
+class SpaceToBatch(_Folding):
     """Stack the pixels of each `block` x `block` square along the batch, which keeps the number of channels.
 
     Shapes: (B, C, H, W) -> (block^2 B, C, H / block, W / block), H and W divisible by block. Example b gives the outputs
@@ -82,28 +89,8 @@ class SpaceToBatch(Bijection):
 
     is_channelwise = True
 
-    def __init__(self, block: int = 2):
-        super().__init__()
-        self.block = block
-
     def forward(self, x: Tensor) -> Tensor:
-        n = self.block
-        _require_squares(x, n)
-        B, C, H, W = x.shape
-        x = x.reshape(B, C, H // n, n, W // n, n).permute(3, 5, 0, 1, 2, 4)  # dy, dx, B, C, H/n, W/n
-        return x.reshape(n * n * B, C, H // n, W // n).contiguous()
+        return self._cut(x).permute(3, 5, 0, 1, 2, 4).flatten(0, 2).contiguous()
 
     def inverse(self, y: Tensor) -> Tensor:
-        n = self.block
-        B, C, H, W = y.shape
-        y = y.reshape(n, n, B // (n * n), C, H, W).permute(2, 3, 4, 0, 5, 1)  # B, C, H, dy, W, dx
-        return y.reshape(B // (n * n), C, H * n, W * n).contiguous()
-
-
-def _require_squares(x: Tensor, block: int) -> None:
-    H, W = x.shape[-2:]
-    if H % block or W % block:
-        raise InputError(
-            f"Pooling takes whole squares of {block} x {block} pixels. Received: {H} x {W} pixels. Pad or crop the image, or "
-            "pool less often."
-        )
+        return _join(y.unflatten(0, (self.block, self.block, -1)).permute(2, 3, 4, 0, 5, 1))

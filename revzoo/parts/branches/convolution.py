@@ -11,7 +11,6 @@ from revzoo.bounds import NonNegativeFloat, PositiveFloat, PositiveInt, Rate, Un
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.convolution import (
-    LeakyNorm,
     PreactivatedBlock,
     ResNetUnit,
     UnitLayout,
@@ -189,14 +188,3 @@ class PreactivatedBlockBranch(PreactivatedBlock):
     """
 
     has_shortcut = True
-
-    def __init__(
-        self,
-        context: BuildContext,
-        *,
-        middle: PositiveInt | None = None,
-        groups: PositiveInt = 1,
-        norm: LeakyNorm = "in_place_abn",
-        slope: PositiveFloat = 0.01,
-    ):
-        super().__init__(context, "preactivated_block", middle, groups, norm, slope)

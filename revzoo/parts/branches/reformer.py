@@ -21,16 +21,36 @@ from revzoo.registry import branches
 _OWN_KEY, _FORBIDDEN_KEY = -1e4, -3e4
 
 
-class SharedQKBranch(nn.Module):
-    """The base of attention with shared queries and keys: norm, projections, attention, output projection, drop path.
+@branches.register("shared_qk_attention")
+class SharedQKAttention(nn.Module):
+    """Attend over all tokens; the keys are the queries, normalised to unit length.
 
-    A subclass defines `_attend`.
+    A token attends to itself only if there is no other token it may attend to. The parameters are those of `lsh_attention`,
+    so each of the two can load the other's weights.
+
+    Shapes: (B, N, D) -> (B, N, D), D divisible by heads; mask (B, N), False at padding.
+    Args:
+        heads: number of attention heads.
+        causal: whether tokens attend only to earlier ones.
+        dropout: probability of dropping an attention weight, in [0, 1).
+        norm: norm before the attention.
+    Source: Reformer (Kitaev et al. 2020), section 2, "shared-QK attention"; lucidrains/reformer-pytorch, FullQKAttention.
     """
 
-    def __init__(self, context: BuildContext, part: str, heads: int, causal: bool, dropout: float, norm: TokenNorm):
+    _part = "shared_qk_attention"  # for messages
+
+    def __init__(
+        self,
+        context: BuildContext,
+        *,
+        heads: PositiveInt,
+        causal: bool = True,
+        dropout: Rate = 0.0,
+        norm: TokenNorm = "layer_norm",
+    ):
         super().__init__()
         width = context.width
-        context.require_kind("tokens", part)
+        context.require_kind("tokens", self._part)
         context.require_divisor("heads", heads)
         self.heads, self.causal = heads, causal
         self.norm = build_token_norm(norm, width)
@@ -50,37 +70,6 @@ class SharedQKBranch(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Return (B, M, N, C) from queries, scaled keys and values of that shape."""
-        raise NotImplementedError
-
-
-@branches.register("shared_qk_attention")
-class SharedQKAttention(SharedQKBranch):
-    """Attend over all tokens; the keys are the queries, normalised to unit length.
-
-    A token attends to itself only if there is no other token it may attend to. The parameters are those of `lsh_attention`,
-    so each of the two can load the other's weights.
-
-    Shapes: (B, N, D) -> (B, N, D), D divisible by heads; mask (B, N), False at padding.
-    Args:
-        heads: number of attention heads.
-        causal: whether tokens attend only to earlier ones.
-        dropout: probability of dropping an attention weight, in [0, 1).
-        norm: norm before the attention.
-    Source: Reformer (Kitaev et al. 2020), section 2, "shared-QK attention"; lucidrains/reformer-pytorch, FullQKAttention.
-    """
-
-    def __init__(
-        self,
-        context: BuildContext,
-        *,
-        heads: PositiveInt,
-        causal: bool = True,
-        dropout: Rate = 0.0,
-        norm: TokenNorm = "layer_norm",
-    ):
-        super().__init__(context, "shared_qk_attention", heads, causal, dropout, norm)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         positions = torch.arange(q.shape[2], device=q.device)
         absent = q.new_zeros((), dtype=torch.bool) if mask is None else ~mask[:, None, None, :]
         bias = build_attention_bias(positions, positions, absent, self.causal, q.dtype)
@@ -104,7 +93,7 @@ def build_attention_bias(query: Tensor, key: Tensor, absent: Tensor, causal: boo
 
 
 @branches.register("lsh_attention")
-class LSHAttention(SharedQKBranch):
+class LSHAttention(SharedQKAttention):
     """Attend only to tokens in the same or the previous chunk of similar tokens; queries and keys are shared.
 
     Each round hashes the tokens into buckets by a random rotation, sorts them by bucket and position, and cuts them into
@@ -140,6 +129,7 @@ class LSHAttention(SharedQKBranch):
         and the number of buckets follows the input's length, so that padding changes nothing.
     """
 
+    _part = "lsh_attention"
     rotations: Tensor
 
     def __init__(
@@ -153,7 +143,7 @@ class LSHAttention(SharedQKBranch):
         dropout: Rate = 0.0,
         norm: TokenNorm = "layer_norm",
     ):
-        super().__init__(context, "lsh_attention", heads, causal, dropout, norm)
+        super().__init__(context, heads=heads, causal=causal, dropout=dropout, norm=norm)
         length = context.shape.dims[0]
         if bucket > length:
             raise PartArgumentError("bucket", bucket, f"at most {length}, the number of tokens")

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from timm.layers import BatchNormAct2d, get_act_layer, get_norm_layer
 from torch import Tensor, nn
 
+from revzoo.bounds import PositiveFloat, PositiveInt
 from revzoo.errors import PartArgumentError
 from revzoo.inplace_abn.layer import InPlaceABN2d
 from revzoo.invertible import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU
@@ -107,26 +108,25 @@ class PreactivatedBlock(nn.Module):
     The unit convolves 1x1, 3x3 and 1x1, with norms between. Each norm is followed by leaky ReLU.
 
     Args:
-        part: registered name of the part, for messages.
         middle: channels inside; None means half of the width.
         groups: groups of the 3x3 convolution.
         norm: `in_place_abn` keeps the activation's output alone, `leaky_batch_norm` its own input too.
         slope: of leaky ReLU's negative side.
-        stride: of the first 1x1 convolution.
+        stride: of the first 1x1 convolution; no spec sets it here, as it is no keyword.
     """
 
     def __init__(
         self,
         context: BuildContext,
-        part: str,
-        middle: int | None,
-        groups: int,
-        norm: LeakyNorm,
-        slope: float,
         stride: int = 1,
+        *,
+        middle: PositiveInt | None = None,
+        groups: PositiveInt = 1,
+        norm: LeakyNorm = "in_place_abn",
+        slope: PositiveFloat = 0.01,
     ):
         super().__init__()
-        context.require_kind("image", part)
+        context.require_kind("image", "preactivated_block")
         width, out_width = context.shape.width, context.width
         middle = middle or max(out_width // 2, 1)
         if middle % groups:

@@ -172,5 +172,5 @@ class PreactivatedBlockTransition(PreactivatedBlock):
         slope: PositiveFloat = 0.01,
         stride: PositiveInt = 1,
     ):
-        super().__init__(context, "preactivated_block", middle, groups, norm, slope, stride)
+        super().__init__(context, stride, middle=middle, groups=groups, norm=norm, slope=slope)
         self.out_shape = Shape(context.width, divide_rounding_up(context.shape.size, stride), "image")
