@@ -6,10 +6,8 @@ import transformers
 from torch import nn
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertLayer, BertPooler
 from transformers.models.roberta.modeling_roberta import (
-    RobertaClassificationHead,
     RobertaEmbeddings,
     RobertaLayer,
-    RobertaLMHead,
 )
 
 import revzoo
@@ -17,7 +15,7 @@ from revzoo.errors import InputError
 from revzoo.parts.branches.attention import SelfAttentionBranch
 from revzoo.parts.branches.mlp import FeedForwardBranch
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.heads.text import MaskedLM, SequenceClassification, TextFeatures
+from revzoo.parts.heads.text import TextFeatures
 from revzoo.parts.stems.text import TokenStem
 
 SIZES = {
@@ -137,28 +135,6 @@ def test_attention_is_the_formula_and_ignores_padding():
     torch.testing.assert_close(f(x, mask), f.output["dense"](torch.cat(parts, -1)))
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_classification_head_is_robertas(training):
-    original = RobertaClassificationHead(ROBERTA).train(training)
-    head = SequenceClassification(TOKENS, outputs=2, dropout=0.1, input_dropout=0.1).train(training)
-    head.load_state_dict(original.state_dict())
-    x = torch.randn(3, 11, 12)
-    torch.testing.assert_close(run_seeded(head, x), run_seeded(original, x), rtol=0, atol=0)
-    head.double().reset(5)
-    assert (head.outputs, head.out_proj.weight.shape, head.out_proj.weight.dtype) == (5, (5, 12), torch.float64)
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_classification_head_is_berts_pooler_and_classifier(training):
-    pooler, classifier = BertPooler(BERT), nn.Linear(12, 2)
-    head = SequenceClassification(TOKENS, outputs=2, dropout=0.1).train(training)
-    head.dense.load_state_dict(pooler.dense.state_dict())
-    head.out_proj.load_state_dict(classifier.state_dict())
-    x = torch.randn(3, 11, 12)
-    expected = run_seeded(lambda: classifier(nn.functional.dropout(pooler(x), 0.1, training)))
-    torch.testing.assert_close(run_seeded(head, x), expected, rtol=0, atol=0)
-
-
 def test_features_are_berts_pooler_or_all_tokens():
     pooler, head = BertPooler(BERT), TextFeatures(TOKENS)
     redraw(pooler)
@@ -177,27 +153,6 @@ def test_features_are_berts_pooler_or_all_tokens():
             InputError, match=r"12 features of a text .*Received: 5 outputs\. .*sequence_classification, outputs: 5"
         ):
             refusing.reset(5)
-
-
-def tied_head(stem: TokenStem) -> MaskedLM:
-    return MaskedLM(BuildContext(TOKENS.shape, 12, embedding=stem.embedding))
-
-
-def test_masked_lm_head_is_robertas():
-    stem = TokenStem(text_context(1), width=12)
-    x = torch.randn(3, 11, 12)
-    roberta = RobertaLMHead(ROBERTA)
-    redraw(roberta)
-    head = tied_head(stem)
-    assert head.weight is stem.word_embeddings.weight
-    weights = {k.replace("decoder.weight", "weight"): w for k, w in roberta.state_dict().items() if k != "decoder.bias"}
-    roberta.decoder.bias = roberta.bias
-    head.load_state_dict(weights)
-    torch.testing.assert_close(head(x), roberta(x), rtol=0, atol=1e-5)
-    torch.testing.assert_close(stem.word_embeddings.weight, roberta.decoder.weight, rtol=0, atol=0)
-    assert head.outputs == 50
-    with pytest.raises(InputError, match=r"scores the 50 ids of its vocabulary\. Received: 3 outputs\. .*input\.vocabulary=N"):
-        head.reset(3)
 
 
 def rename_weights(original: nn.Module, prefix: str) -> dict[str, torch.Tensor]:

@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock
+from timm.models.swin_transformer import PatchMerging, SwinTransformerBlock
 
 import revzoo
 from revzoo.parts.branches.mlp import MlpBranch
 from revzoo.parts.branches.window_attention import WindowBranch
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.stems.patches import PatchStem
 from revzoo.parts.transitions.fuse_merge_split import FuseMergeSplit
 
 
@@ -43,11 +42,6 @@ def test_window_attention_and_mlp_are_timms_block_without_the_residual(grid, win
     torch.testing.assert_close(h + g(h), block(x).flatten(1, 2), rtol=0, atol=0)
     if any(shift):
         torch.testing.assert_close(f.mask, block.attn_mask, rtol=0, atol=0)
-
-
-def test_windows_need_not_shift():
-    f = WindowBranch(on_grid(8, 8, index=1), heads=3, window=4, shift="none", qkv_bias=False)
-    assert (f.shift, f.mask, f.attn.qkv.bias) == ((0, 0), None, None)
 
 
 def test_a_shifted_window_sees_the_tokens_that_are_near_and_no_others():
@@ -108,13 +102,3 @@ def test_proj_begins_near_the_mean_of_the_normed_halves_in_a_whole_network_too()
     assert noise.mean().item() == pytest.approx(0, abs=2e-3)
     merging = transition.down.reduction.weight  # which the network's initialisation did reach
     assert merging.std().item() == pytest.approx(192**-0.5 * 0.8796, rel=0.05)
-
-
-def test_the_stem_is_swins():
-    swin = SwinTransformer(8, 2, 3, embed_dim=12, depths=(1,), num_heads=(3,), window_size=4)
-    stem = PatchStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=12, patch=2, norm="layer_norm_1e-5", position="none")
-    weights = {k: torch.randn_like(w) for k, w in swin.state_dict().items() if k.startswith("patch_embed")}
-    swin.load_state_dict(weights, strict=False)
-    stem.load_state_dict(weights)
-    x = torch.randn(2, 3, 8, 8)
-    torch.testing.assert_close(stem(x), swin.patch_embed(x).flatten(1, 2), rtol=0, atol=0)
