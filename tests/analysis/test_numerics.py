@@ -42,13 +42,6 @@ class Off(nn.Module):
         return y / self.weight * 1.1
 
 
-@pytest.mark.parametrize("slope", [0.05, 0.5])
-def test_alpha_of_leaky_relu(slope):
-    measured, formula = measure_alpha(InvertibleLeakyReLU(slope), images(8, 16, 32, 32))
-    assert measured == pytest.approx(formula, rel=0.02)
-    assert formula == pytest.approx(4 / ((1 + slope**2) * (1 + 1 / slope**2)), rel=0.05)
-
-
 def test_alpha_of_leaky_relu_depends_on_how_much_is_negative():
     """The general formula of `docs/numerics.md`; the paper's is for halves."""
     x, n = images(8, 16, 32, 32).exp() - 1.5, 0.2
@@ -60,15 +53,6 @@ def test_alpha_of_leaky_relu_depends_on_how_much_is_negative():
     assert formula == pytest.approx(general, rel=1e-6)
     assert measured == pytest.approx(formula, rel=0.02)
     assert measured < 0.7 * 4 / ((1 + n**2) * (1 + 1 / n**2))
-
-
-@pytest.mark.parametrize("rho", [1, 4])
-def test_alpha_of_batch_norm(rho):
-    norm = InvertibleBatchNorm2d(2, eps_i=0.0)
-    norm.weight.data[1] = rho
-    measured, formula = measure_alpha(norm, images(8, 2, 32, 32))
-    assert measured == pytest.approx(formula, rel=0.05)
-    assert formula == pytest.approx(4 / ((1 + rho**2) * (1 + 1 / rho**2)), rel=0.05)
 
 
 def test_alpha_of_batch_norm_with_scales_variances_and_means_of_its_own():

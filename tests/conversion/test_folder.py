@@ -70,15 +70,6 @@ def test_colleagues_can_read_a_converted_network(file, tmp_path):
     assert modes == {(True, 0o777 & ~umask), (False, 0o666 & ~umask)}
 
 
-def test_overrides_of_the_block_reach_the_converted_network(file, tmp_path):
-    """Its spec.yaml has all that the stages share in one place."""
-    folder = tmp_path / "rev"
-    revzoo.convert("test_vit", file, out=folder)
-    changed = revzoo.load_spec(folder, ["block.f.layer_scale=true", "block.g.layer_scale=true"])
-    assert [stage.f.arguments["layer_scale"] for stage in changed.stages] == [True]
-    assert [stage.g.arguments["layer_scale"] for stage in changed.stages] == [True]
-
-
 def test_a_full_disk_is_explained_and_nothing_is_left(file, tmp_path, capsys):
     """No file can grow beyond a few bytes while the folder is written; safetensors has an error of its own for that."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
