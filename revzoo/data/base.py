@@ -43,6 +43,7 @@ class Examples(Dataset[tuple[Tensor, Any]], ABC):
         data_config: how an example is preprocessed for evaluation, as a model's `data_config`.
         is_held_out: whether these were split off the training examples by position, so that adding examples moves some from
             one side to the other.
+        epoch: number of the epoch, from 0.
     """
 
     label_noun: str
@@ -51,6 +52,7 @@ class Examples(Dataset[tuple[Tensor, Any]], ABC):
     notes: Sequence[str] = ()
     data_config: Mapping[str, Any] = MappingProxyType({})
     is_held_out: bool = False
+    epoch: int = 0
 
     @property
     def num_classes(self) -> int | None:
@@ -66,10 +68,11 @@ class Examples(Dataset[tuple[Tensor, Any]], ABC):
     def __len__(self) -> int: ...
 
     def start_epoch(self, epoch: int) -> None:
-        """Choose the augmentation of an epoch, if there is one.
+        """Choose the epoch, which determines what is random, if anything is.
 
         It is not called `set_epoch`: Accelerate calls that with a count of its own, which starts at 0 in a resumed run.
         """
+        self.epoch = epoch
 
     @abstractmethod
     def list_contents(self) -> Iterable[bytes]:

@@ -82,14 +82,9 @@ class Images(Examples):
         self.source, self.class_names, self.seed, self.notes = source, class_names, seed, notes
         self.labels = source.labels if isinstance(source, StoredImages) else source.targets  # as torchvision calls them
         self.data_config, self.is_held_out = data_config, is_held_out
-        self.epoch = 0
 
     def __len__(self) -> int:
         return len(self.source)
-
-    def start_epoch(self, epoch: int) -> None:
-        """Choose the epoch, which determines the augmentation."""
-        self.epoch = epoch
 
     def list_contents(self) -> Iterable[bytes]:
         """Return what the source says of its images; of CIFAR, which it is."""

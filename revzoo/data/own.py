@@ -33,7 +33,7 @@ class OwnExamples(Examples):
     """
 
     def __init__(self, source: Any, name: str, class_names: list[str] | None, input: Input, seed: int):
-        self.source, self.name, self.class_names, self.seed, self.epoch = source, name, class_names, seed, 0
+        self.source, self.name, self.class_names, self.seed = source, name, class_names, seed
         of_texts = "tokens" if class_names is None else "texts"
         self.label_noun = "images" if isinstance(input, ImageInput) else of_texts
         self.labels = None if class_names is None else _read_labels(name, source, len(class_names))
@@ -44,10 +44,6 @@ class OwnExamples(Examples):
 
     def __len__(self) -> int:
         return len(self.source)
-
-    def start_epoch(self, epoch: int) -> None:
-        """Choose the epoch, which determines the random choices."""
-        self.epoch = epoch
 
     def list_contents(self) -> list[bytes]:
         """Return the function, the number of examples, and their labels where the data set lists them."""

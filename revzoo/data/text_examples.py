@@ -129,14 +129,10 @@ class MaskedTexts(Examples):
         for row, ids in zip(texts.rows, self.ids, strict=True):
             if torch.isin(ids, self.special).all():
                 raise DataError(f"{texts.source}, row {row}: none of its tokens is in the vocabulary of {tokenizer.source}.")
-        self.seed, self.epoch = seed, 0
+        self.seed = seed
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def start_epoch(self, epoch: int) -> None:
-        """Choose the epoch, which determines the tokens that are masked."""
-        self.epoch = epoch
 
     def list_contents(self) -> list[bytes]:
         """Return the ids of every text."""
