@@ -4,27 +4,37 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from revzoo.analysis.bytes_per_pixel import bytes_per_pixel
-    from revzoo.analysis.numerics import NumericsReport, measure_numerics
-    from revzoo.analysis.report import MemoryReport, PixelReport
-    from revzoo.analysis.step_memory import measure_memory
-    from revzoo.analysis.verify import VerifyReport, verify
-    from revzoo.any_plan import plan
-    from revzoo.conversion.convert import convert
-    from revzoo.conversion.export import export
-    from revzoo.conversion.report import ConvertReport
-    from revzoo.data.transform import transform
-    from revzoo.graph import ModulePlan, reforward, release
-    from revzoo.in_place.inplace_abn import inplace_abn_
-    from revzoo.in_place.reversible import ReversibleReport, ordinary_, reversible_
-    from revzoo.model.builder import build
-    from revzoo.model.compile_steps import compile_steps
-    from revzoo.model.create import create
-    from revzoo.model.model import Model
-    from revzoo.planning.plan import Plan
-    from revzoo.planning.planner import solve
-    from revzoo.planning.profiling.profile import Profile, profile
-    from revzoo.spec import Spec, list_models, load_spec
+    from revzoo.analysis.bytes_per_pixel import bytes_per_pixel as bytes_per_pixel
+    from revzoo.analysis.numerics import NumericsReport as NumericsReport
+    from revzoo.analysis.numerics import measure_numerics as measure_numerics
+    from revzoo.analysis.report import MemoryReport as MemoryReport
+    from revzoo.analysis.report import PixelReport as PixelReport
+    from revzoo.analysis.step_memory import measure_memory as measure_memory
+    from revzoo.analysis.verify import VerifyReport as VerifyReport
+    from revzoo.analysis.verify import verify as verify
+    from revzoo.any_plan import plan as plan
+    from revzoo.conversion.convert import convert as convert
+    from revzoo.conversion.export import export as export
+    from revzoo.conversion.report import ConvertReport as ConvertReport
+    from revzoo.data.transform import transform as transform
+    from revzoo.graph import ModulePlan as ModulePlan
+    from revzoo.graph import reforward as reforward
+    from revzoo.graph import release as release
+    from revzoo.in_place.inplace_abn import inplace_abn_ as inplace_abn_
+    from revzoo.in_place.reversible import ReversibleReport as ReversibleReport
+    from revzoo.in_place.reversible import ordinary_ as ordinary_
+    from revzoo.in_place.reversible import reversible_ as reversible_
+    from revzoo.model.builder import build as build
+    from revzoo.model.compile_steps import compile_steps as compile_steps
+    from revzoo.model.create import create as create
+    from revzoo.model.model import Model as Model
+    from revzoo.planning.plan import Plan as Plan
+    from revzoo.planning.planner import solve as solve
+    from revzoo.planning.profiling.profile import Profile as Profile
+    from revzoo.planning.profiling.profile import profile as profile
+    from revzoo.spec import Spec as Spec
+    from revzoo.spec import list_models as list_models
+    from revzoo.spec import load_spec as load_spec
 
 __version__ = "0.1.0"
 
@@ -63,39 +73,7 @@ _HOMES = {
     "verify": "revzoo.analysis.verify",
 }
 
-__all__ = [
-    "ConvertReport",
-    "MemoryReport",
-    "Model",
-    "ModulePlan",
-    "NumericsReport",
-    "PixelReport",
-    "Plan",
-    "Profile",
-    "ReversibleReport",
-    "Spec",
-    "VerifyReport",
-    "build",
-    "bytes_per_pixel",
-    "compile_steps",
-    "convert",
-    "create",
-    "export",
-    "inplace_abn_",
-    "list_models",
-    "load_spec",
-    "measure_memory",
-    "measure_numerics",
-    "ordinary_",
-    "plan",
-    "profile",
-    "reforward",
-    "release",
-    "reversible_",
-    "solve",
-    "transform",
-    "verify",
-]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

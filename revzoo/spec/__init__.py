@@ -7,7 +7,7 @@ from revzoo.spec.loading import load_spec
 from revzoo.spec.names import data_root, list_models, list_recipes
 from revzoo.spec.parsing import Part, parse, to_plain
 from revzoo.spec.schema import DropPathSpec, ImageInput, Input, Spec, StageSpec, TextInput
-from revzoo.spec.tree import YamlNode, apply_overrides, load_tree, merge
+from revzoo.spec.tree import YamlNode, apply_overrides
 
 __all__ = [
     "DropPathSpec",
@@ -23,8 +23,6 @@ __all__ = [
     "list_models",
     "list_recipes",
     "load_spec",
-    "load_tree",
-    "merge",
     "parse",
     "to_plain",
 ]
