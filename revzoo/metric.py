@@ -8,31 +8,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Metric:
-    """A mean over the labels of a data set.
+    """A mean over the labels of a data set, in percent; more is better.
 
     Args:
         key: its name in metrics.jsonl.
         label: its name on the screen.
         measure: what each label adds, of logits (..., C) and labels (...); returns (...).
-        scale: factor of the mean.
-        unit: of the scaled mean.
-        rises: whether more is better.
     """
 
     key: str
     label: str
     measure: Callable[[Tensor, Tensor], Tensor]
-    scale: float = 100.0
-    unit: str = "%"
-    rises: bool = True
-
-    def is_better(self, value: float, other: float) -> bool:
-        """Return whether one value is better than another."""
-        return value > other if self.rises else value < other
 
     def format(self, value: float) -> str:
         """Return a value with its unit."""
-        return f"{value:.2f} {self.unit}"
+        return f"{value:.2f} %"
 
 
 def _count_hits(k: int) -> Callable[[Tensor, Tensor], Tensor]:

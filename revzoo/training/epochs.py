@@ -180,7 +180,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         record |= run.coupling.at(progress.updates)
     run.upload.wait()
     progress.score = scores.metrics[CHOSEN.key]
-    improved = not progress.best_epoch or CHOSEN.is_better(progress.score, progress.best_score)
+    improved = not progress.best_epoch or progress.score > progress.best_score
     if improved:
         progress.best_score, progress.best_epoch = progress.score, epoch + 1
     _write_epoch(run, record, improved)

@@ -61,7 +61,7 @@ def evaluate(
     finally:
         model.train(training)
     loss, count, *totals = sums.tolist()
-    metrics = {metric.key: metric.scale * total / count for metric, total in zip(METRICS, totals, strict=True)}
+    metrics = {metric.key: 100.0 * total / count for metric, total in zip(METRICS, totals, strict=True)}
     return Scores(metrics, loss / count, int(count), label_noun)
 
 

@@ -32,7 +32,7 @@ def plot_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
     above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 2}  # where no curve can be
     losses.legend(**above, frameon=False, borderaxespad=0, fontsize=9)
     accuracy.plot(epochs, [record[CHOSEN.key] for record in records], color=BLUE, **style)
-    accuracy.set_ylabel(f"test {CHOSEN.label} [{CHOSEN.unit}]", fontsize=9, color=INK)
+    accuracy.set_ylabel(f"test {CHOSEN.label} [%]", fontsize=9, color=INK)
     for axes in (losses, accuracy):
         simplify_axes(axes)
         axes.set_xlabel("epoch", fontsize=9, color=INK)
