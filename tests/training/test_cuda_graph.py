@@ -14,25 +14,6 @@ from revzoo.training.setup import build_run
 GRAPH = "train.cuda_graph=true"
 
 
-@pytest.mark.parametrize(
-    ("setting", "path", "allowed"),
-    [
-        ("train.accumulate=2", "train.accumulate", "1 with train.cuda_graph"),
-        ("train.compile=true", "train.compile", "false with train.cuda_graph"),
-        ("train.optimizer_in_backward=true", "train.optimizer_in_backward", "false with train.cuda_graph"),
-        ("train.mixed_precision=fp16", "train.mixed_precision", "bf16 or 'no' with train.cuda_graph"),
-        ("train.shard=full", "train.shard", "none with train.cuda_graph"),
-        ("memory.budget=1GiB", "memory.budget", "null with train.cuda_graph"),
-        ("coupling.m=[0.5,0.9]", "coupling", "null with train.cuda_graph"),
-    ],
-)
-def test_settings_that_do_not_go_with_it(setting, path, allowed):
-    with pytest.raises(SpecError) as caught:
-        load_recipe("digits", [GRAPH, setting, "train.clip_grad=null"])
-    problems = [problem for problem in caught.value.problems if problem.path == path]
-    assert [allowed in problem.allowed for problem in problems] == [True]
-
-
 def test_a_cpu_has_no_graphs(tmp_path):
     with pytest.raises(SpecError, match=r"train\.cuda_graph: found true; allowed: false on cpu"):
         build_run(load_recipe("digits", [GRAPH]), tmp_path, resumed=False)

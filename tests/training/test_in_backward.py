@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from revzoo.analysis.step_memory import measure_modes
-from revzoo.errors import InputError, SpecError
+from revzoo.errors import InputError
 from revzoo.training import loop
 from revzoo.training.in_backward import update_in_backward
 from revzoo.training.optimizer import make_optimizer
@@ -113,21 +113,3 @@ def test_optimizers_that_update_each_parameter_alone(opt):
         second.step()
         second.zero_grad()
     assert all(map(torch.equal, together, apart))
-
-
-@pytest.mark.parametrize(
-    ("setting", "path", "allowed"),
-    [
-        ("train.accumulate=2", "train.accumulate", "1 with train.optimizer_in_backward"),
-        ("train.clip_grad=1.0", "train.clip_grad", "null with train.optimizer_in_backward"),
-        ("train.mixed_precision=fp16", "train.mixed_precision", "bf16 or 'no' with train.optimizer_in_backward"),
-        ("memory.lookahead=1", "memory.lookahead", "0 with train.optimizer_in_backward"),
-        ("optimizer.opt=lamb", "optimizer.opt", "adadelta, adagrad"),
-    ],
-)
-def test_what_needs_all_gradients_is_refused(setting, path, allowed):
-    with pytest.raises(SpecError) as caught:
-        load_recipe("digits", [*PLAIN, INSIDE, setting])
-    (problem,) = caught.value.problems
-    assert problem.path == path
-    assert problem.allowed.startswith(allowed)
