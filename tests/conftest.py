@@ -47,6 +47,11 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def most_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure times in one round. On a busy machine there would be many, and only tests of measuring depend on seconds."""
     monkeypatch.setattr("revzoo.planning.profiling.clock.MOST_ROUNDS", 1)

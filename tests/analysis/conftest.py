@@ -1,13 +1,7 @@
 """Small modules that the analysis tests build on."""
 
 import pytest
-import torch
 from torch import nn
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -86,7 +86,6 @@ def test_alpha_of_a_coupling_that_does_nothing_is_one_and_of_a_growing_one_what_
 
 
 def test_an_error_of_known_size_is_found_where_it_is():
-    torch.manual_seed(0)
     chain = LayerChain(InvertibleLeakyReLU(0.5), Off(), InvertibleLeakyReLU(0.5))
     report = revzoo.measure_numerics(chain, images(4, 8))
     assert [state.name for state in report.states] == ["1", "2"]  # nothing needs the input of the first layer
@@ -98,7 +97,6 @@ def test_an_error_of_known_size_is_found_where_it_is():
 
 
 def test_states_of_steps_and_of_the_layers_inside_them():
-    torch.manual_seed(0)
     chain = ReversibleChain([nn.Sequential(*unit(4)) for _ in range(3)])
     report = revzoo.measure_numerics(chain, tuple(images(2, 8, 4, 8, 8, dtype=torch.float32)))
     inside = ["0.g", "1", "2"]
@@ -116,7 +114,6 @@ def test_states_of_steps_and_of_the_layers_inside_them():
 
 
 def test_layers_in_a_row_amplify_what_their_alphas_predict():
-    torch.manual_seed(0)
     chain = LayerChain(*(InvertibleLeakyReLU(0.1) if i % 2 else nn.Sequential(*unit(8)[:2]) for i in range(12)))
     report = revzoo.measure_numerics(chain, images(8, 8, 16, 16, dtype=torch.float32))
     assert report.worst.name == "0.0.g"
@@ -133,7 +130,6 @@ def test_layers_in_a_row_amplify_what_their_alphas_predict():
 )
 def test_the_predicted_noise_is_no_smaller_than_the_measured_and_not_much_larger(slope, eps_i, depth, dtype):
     """At depths where noise has grown by three digits and more; the tripwire allows 32 times the prediction."""
-    torch.manual_seed(0)
     units = [(CoupledConv2d(8), InvertibleBatchNorm2d(8, eps_i), InvertibleLeakyReLU(slope)) for _ in range(depth)]
     chain = LayerChain(*(layer for unit in units for layer in unit)).to(dtype)
     report = revzoo.measure_numerics(chain, images(4, 8, 8, 8, dtype=dtype))
@@ -144,7 +140,6 @@ def test_the_predicted_noise_is_no_smaller_than_the_measured_and_not_much_larger
 
 
 def test_noise_as_large_as_the_signal_is_measured_without_a_warning_or_an_error():
-    torch.manual_seed(0)
     chain = LayerChain(*(layer for _ in range(10) for layer in unit(4, slope=0.02)))
     report = revzoo.measure_numerics(chain, images(4, 4, 8, 8, dtype=torch.float32))
     assert report.worst.snr < 10
@@ -165,7 +160,6 @@ def test_what_is_stored_or_kept_is_not_rebuilt():
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_model_of_the_zoo(exact):
-    torch.manual_seed(0)
     model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=2"], exact=exact)
     batch = model.example_input(2)
     before, rng = {name: t.clone() for name, t in model.state_dict().items()}, torch.get_rng_state()
@@ -186,7 +180,6 @@ def test_a_model_of_the_zoo(exact):
 
 
 def test_precisions_in_the_order_of_their_noise():
-    torch.manual_seed(0)
     angles, model = {}, revzoo.create("rev_vit_digits", overrides=["stages.0.depth=2"])
     batch = model.example_input(4)
     angles["float32"] = revzoo.measure_numerics(model, batch).angle

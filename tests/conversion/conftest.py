@@ -72,11 +72,6 @@ def check_export(folder, expected):
     assert all(torch.equal(tensor, expected[key]) for key, tensor in back.items())
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def make_converter(tmp_path):
     """Return a function that makes the converter of a source."""

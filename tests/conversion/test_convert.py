@@ -71,7 +71,6 @@ def test_the_converted_network_is_the_function_it_says_and_trains_exactly(vit, r
 
 def test_a_conversion_to_another_function_warns():
     """Class tokens of size 1e-6, as timm makes them, are 0 on the grid, and nothing else is read by the classifier."""
-    torch.manual_seed(0)
     fresh = VisionTransformer(
         img_size=16, patch_size=4, embed_dim=32, depth=3, num_heads=4, num_classes=7, no_embed_class=True, init_values=1e-6
     )
@@ -290,7 +289,6 @@ def test_wrong_folders_and_files_are_refused(vit, tmp_path):
 
 @pytest.mark.parametrize(("depth", "bits"), [(12, 8), (12, 0), pytest.param(48, 4, marks=pytest.mark.slow)])
 def test_a_converted_network_is_rebuilt_bit_for_bit_at_any_depth(depth, bits, rebuilds_exactly):
-    torch.manual_seed(0)
     deep = VisionTransformer(img_size=8, patch_size=4, in_chans=1, embed_dim=8, depth=depth, num_heads=2, num_classes=3)
     with torch.no_grad():
         for block in deep.blocks:  # with b = 1 differences between states add up over the steps: keep them small

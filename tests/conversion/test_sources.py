@@ -67,7 +67,6 @@ def test_every_ordinary_source_has_an_original_here():
 
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_a_conversion_begins_as_the_original_and_comes_back(name, tmp_path, rebuilds_exactly):
-    torch.manual_seed(0)
     original = ORIGINALS[name]().eval()
     with torch.no_grad():
         for p in original.parameters():
@@ -111,7 +110,6 @@ def test_the_exported_file_loads_as_it_is(tmp_path):
 )
 def test_text_encoders_get_a_classifier(original, config, result, fresh, tmp_path):
     """As Transformers makes one: what the file has of it is kept, and the rest starts at random."""
-    torch.manual_seed(0)
     network = original(config(**SIZES)).eval()
     report = revzoo.convert(network, num_outputs=7, out=tmp_path / "rev")
     assert len(report.comparisons) == 2, "made with the original's own head"

@@ -20,11 +20,6 @@ from revzoo.runtime.nested import tensors_in
 Cut = Callable[[Sequence[Atom]], Spans]
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def cut_every(length: int, keep: int = 0) -> Cut:
     """Cut spans of so many atoms. Besides what passes between spans, keep every keep-th result."""
 

@@ -16,11 +16,6 @@ POST = ["block.f.norm_position=post", "block.g.norm_position=post", "fuse.norm=n
 LENGTHS = (64, 40, 1)
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def padded(model: revzoo.Model) -> torch.Tensor:
     """Return texts of three lengths in one batch."""
     ids = model.example_input(len(LENGTHS))

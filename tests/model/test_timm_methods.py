@@ -14,11 +14,6 @@ from revzoo.runtime import LiveBytes
 IMAGES = ("irevnet_digits", "resnext_digits", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits")
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("name", ["resnext_digits", "rev_vit_digits", "revnet_digits"])
 def test_the_classifier_is_removed_and_put_back(name):
     """As in timm's test_model_default_cfgs: without classifier the pooled features, without pooling all of them."""

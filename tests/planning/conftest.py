@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import nn
 
 import revzoo
@@ -21,11 +20,6 @@ FAMILIES = {
     "revnet_digits": ["stages.0.depth=1", "stages.1.depth=1", "stages.2.depth=1"],
     "revnext_digits": ["stages.1.depth=1"],
 }
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
 
 
 @pytest.fixture(params=FAMILIES)

@@ -118,7 +118,6 @@ def test_recipes_that_contradict_themselves_or_the_model(folder, overrides, mess
 )
 def test_floating_point_gradients_stay_right_all_the_time(coupling, options):
     """Relative error 1e-3 against stored ones, in float32, from the first to the last value, with steps that are inverted."""
-    torch.manual_seed(0)
     deep = VisionTransformer(img_size=8, patch_size=2, in_chans=1, embed_dim=16, depth=12, num_heads=2, num_classes=10)
     model = revzoo.convert(deep, coupling=coupling, **{"momentum": {"m": 0.0}, "dual_residual": {"beta": 0.0}}[coupling]).model
     model.train()

@@ -63,7 +63,6 @@ def test_the_state_of_the_one_is_that_of_the_other(tmp_path, assert_same_run_and
 
 def test_gradients_are_gone_after_backward():
     """All but that of a weight that the last call may still need."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     unused = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": [unused], "lr": 1.0}])
@@ -99,7 +98,6 @@ def test_the_table_knows_that_gradients_are_not_kept():
 @pytest.mark.parametrize("opt", UPDATE_ONE_BY_ONE)
 def test_optimizers_that_update_each_parameter_alone(opt):
     """They are tried out with a few small parameters, together and one after the other."""
-    torch.manual_seed(0)
     together = nn.ParameterList([torch.randn(shape) for shape in ((3,), (4, 3), (2, 3, 2, 2))])
     apart = copy.deepcopy(together)
     first, second = (make_optimizer(parameters, opt, 0.1, 0.1) for parameters in (together, apart))

@@ -1,9 +1,0 @@
-"""Every test of parts starts from the same random seed."""
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
