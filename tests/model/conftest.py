@@ -1,5 +1,6 @@
 """Training steps of whole networks, and how their gradients are compared."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,12 @@ def make_streams_unequal(model):
     model.split.register_forward_hook(lambda split, inputs, pair: (pair[0], 0.7 * pair[1].flip(-1)))
 
 
+def draw_modes(model, seed):
+    """Return a mode for each unit, drawn from those it may have."""
+    rng, units = random.Random(seed), [entry for entry in model.layout() if entry.is_unit]
+    return [rng.choice(["store", "selective", "recompute", *["invert"] * 3 * entry.can_invert]) for entry in units]
+
+
 @pytest.fixture(scope="session")
 def gradients():
     """Return the functions of this file (test files cannot import it)."""
@@ -39,5 +46,6 @@ def gradients():
         compute=compute_gradients,
         largest_error=largest_error,
         differing=differing,
+        draw_modes=draw_modes,
         make_streams_unequal=make_streams_unequal,
     )

@@ -62,18 +62,6 @@ def test_a_turned_grid_is_another_grid():
     assert torch.equal(adapted.stem.pos_embed, expected)
 
 
-def test_distances_are_interpolated():
-    overrides = ["block.f.relative_position=true"]
-    original = revzoo.create("rev_mvit_digits", overrides=overrides)
-    adapted = adapt_input(original, revzoo.load_spec("rev_mvit_digits", [*overrides, "input.size=[16,16]"]))
-    tables = [key for key in original.state_dict() if key.endswith(("rel_pos_h", "rel_pos_w"))]
-    assert len(tables) == 2 * 4  # blocks
-    for key in tables:
-        before, after = original.state_dict()[key], adapted.state_dict()[key]
-        assert len(after) > len(before)
-        assert torch.equal(after, resize_distances(before, after.shape))
-
-
 def test_the_class_token_keeps_its_position():
     overrides = ["stages.0.depth=1", "stem.class_token=true", "head.class_token=true"]
     original = revzoo.create("rev_vit_digits", overrides=overrides)
@@ -82,16 +70,22 @@ def test_the_class_token_keeps_its_position():
     assert torch.equal(adapted.stem.pos_embed[:, 0], original.stem.pos_embed[:, 0])
 
 
-def test_windows_of_another_side_have_their_biases_interpolated():
-    original = create("rev_swin_digits")
-    spec = revzoo.load_spec("rev_swin_digits", ["input.size=[16,16]", "block.f.window=4"])
-    adapted = adapt_input(original, spec)
-    tables = [key for key in original.state_dict() if key.endswith("relative_position_bias_table")]
-    assert len(tables) == 4
-    for key in tables:
+@pytest.mark.parametrize(
+    ("name", "own", "other", "tables", "resize"),
+    [
+        ("rev_mvit_digits", ["block.f.relative_position=true"], [], (r"rel_pos_[hw]$", 8), resize_distances),
+        ("rev_swin_digits", [], ["block.f.window=4"], (r"relative_position_bias_table$", 4), resize_biases),
+    ],
+)
+def test_distances_and_biases_of_larger_windows_are_interpolated(name, own, other, tables, resize):
+    original = revzoo.create(name, overrides=own)
+    adapted = adapt_input(original, revzoo.load_spec(name, [*own, *other, "input.size=[16,16]"]))
+    keys = [key for key in original.state_dict() if re.search(tables[0], key)]
+    assert len(keys) == tables[1]
+    for key in keys:
         before, after = original.state_dict()[key], adapted.state_dict()[key]
-        assert (before.shape, after.shape) == ((9, before.shape[1]), (49, before.shape[1]))
-        assert torch.equal(after, resize_biases(before, after.shape))
+        assert len(after) > len(before)
+        assert torch.equal(after, resize(before, after.shape))
 
 
 def test_weights_of_a_folder_are_adapted(tmp_path):
