@@ -67,7 +67,7 @@ def test_the_gradient_of_the_outputs_is_counted():
 @pytest.mark.parametrize("mode", ["store", "selective", "recompute", "invert"])
 def test_fake_meta_and_real_parameters_give_one_report(mode):
     def chain() -> ReversibleChain:
-        chain = ReversibleChain([mlp() for _ in range(6)])
+        chain = ReversibleChain([mlp() for _ in range(3)])
         chain.schedule = mode
         return chain
 
@@ -279,7 +279,7 @@ def test_an_output_without_gradient_is_refused():
 
 
 def test_every_mode_is_measured_and_the_schedule_restored():
-    chain = ReversibleChain([mlp() for _ in range(6)])
+    chain = ReversibleChain([mlp() for _ in range(2)])
     x, optimizer = tuple(torch.randn(2, 5, 9, 16).unbind()), torch.optim.AdamW(chain.parameters())
     reports, current = measure_modes(chain, x, optimizer)
     assert current == "invert"
@@ -287,7 +287,7 @@ def test_every_mode_is_measured_and_the_schedule_restored():
         chain.schedule = mode
         assert report == revzoo.measure_memory(chain, x, optimizer)
     assert list(reports) == ["store", "selective", "recompute", "invert"]
-    mixed = ["store", "invert"] * 3
+    mixed = ["store", "invert"]
     chain.schedule = mixed
     assert measure_modes(chain, x)[1] is None
     assert chain.schedule == mixed

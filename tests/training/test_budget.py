@@ -30,7 +30,6 @@ REVNET = f"model.overrides=[stem.width=8,'stages=[{STAGE}]',expect=null]"
 REFORMER = "stem.width=16,stages.0.width=16,stages.0.depth=1,block.f.heads=2,block.f.hashes=1,block.g.chunks=1,input.length=64"
 # Every kind of loss and batch, and everything that is alive beside them.
 SETTINGS = {
-    "averaged": ("digits", []),
     "added up, mixed": ("digits", ["train.accumulate=2", "mixup={mixup_alpha: 0.8}", "ema=null"]),
     "bf16 and BatchNorm": ("digits_revnet", [REVNET, "train.mixed_precision=bf16", "data.batch_size=16"]),
     "looked ahead": ("digits", [f"model.overrides=[{SMALL},stages.0.depth=2]", "memory.lookahead=1"]),
