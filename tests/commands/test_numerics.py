@@ -51,14 +51,3 @@ def test_arithmetic(options, arithmetic, least, most, run):
 def test_exact(run):
     text = run("numerics", "rev_vit_digits", "stages.0.depth=2", "--exact")
     assert text.endswith("3 states rebuilt, bit for bit.\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("a", "b"), "Name one model. Received: a, b."),
-        (("stages.0.depth=2",), "Name one model. Received: none."),
-    ],
-)
-def test_refusals(arguments, message, refused):
-    assert refused("numerics", *arguments).startswith(message)

@@ -11,7 +11,6 @@ from PIL import Image
 import revzoo
 from revzoo import plugin
 from revzoo.checkpoint.files import save_weights
-from revzoo.errors import RevzooError
 from revzoo.registry import branches
 from revzoo.training.recipe import load_recipe
 
@@ -89,6 +88,8 @@ WRONG = {
     "train --resume runs/run digits": ("--resume and digits",),
     "train images photos": ("images, photos", "data.root=DIR"),
     "list a b": ("'b'",),
+    "numerics a b": ("Name one model. Received: a, b.",),
+    "numerics stages.0.depth=2": ("Name one model. Received: none.",),
     "verify rev_vit_digits --device gpu": ("'gpu'", "cpu"),
     "train --out ''": ("empty word",),
     # models
@@ -158,18 +159,6 @@ def test_the_message_names_culprit_and_remedy(command, refused, place):
     message = refused(*shlex.split(command))
     assert [part for part in WRONG[command] if part not in message] == [], message
     assert list_files(place) == before
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: revzoo.build("rev_vit_s"), r"revzoo.create\(name\)"),
-        (lambda: revzoo.transform(torch.nn.Linear(2, 2)), "Received: Linear"),
-    ],
-)
-def test_arguments_in_python(call, message):
-    with pytest.raises(RevzooError, match=message):
-        call()
 
 
 def test_system_errors_are_reported_without_a_traceback(refused, monkeypatch):

@@ -30,7 +30,7 @@ def options() -> Callable[..., DataOptions]:
 def refusal() -> Callable[..., str]:
     """Return a function that loads data and returns the message with which they are refused."""
 
-    def load(options: DataOptions, input, processes: int = 1) -> str:
+    def load(options: DataOptions, input: Input = GREY, processes: int = 1) -> str:
         with pytest.raises(DataError) as caught:
             load_data(options, input, 0, processes)
         return str(caught.value)

@@ -149,13 +149,7 @@ def test_cifar(tmp_path, monkeypatch):
     torch.testing.assert_close(batch, (raw - mean[:, None, None]) / std[:, None, None])
 
 
-def refusal(options, input=GREY, processes=1):
-    with pytest.raises(DataError) as caught:
-        load_data(options, input, 0, processes)
-    return str(caught.value)
-
-
-def test_refusals_of_folders(tmp_path, image_folder):
+def test_refusals_of_folders(tmp_path, image_folder, refusal):
     missing, empty = tmp_path / "missing", tmp_path / "empty"
     assert refusal(images(missing)) == f"There is no folder {missing}. Set data.root to where the data are."
     empty.mkdir()
@@ -172,7 +166,7 @@ def test_refusals_of_folders(tmp_path, image_folder):
     assert f"There are images directly in {image_folder}/train" in refusal(images(image_folder))
 
 
-def test_refusals_of_other_data(image_folder):
+def test_refusals_of_other_data(image_folder, refusal):
     assert refusal(digits(batch_size=1000), processes=2) == (
         "The 1442 training images are too few for one batch in each of 2 processes. Received: data.batch_size=1000. "
         "Use data.batch_size=721 or less."
@@ -212,12 +206,12 @@ def test_images_are_held_out_where_there_are_none_for_validation(tmp_path, place
     ]
 
 
-def test_nothing_can_be_held_out_of_single_images(tmp_path):
+def test_nothing_can_be_held_out_of_single_images(tmp_path, refusal):
     write_images(tmp_path, cat=1, dog=1)
     assert refusal(images(tmp_path)).startswith(f"The classes in {tmp_path} have one image each")
 
 
-def test_empty_and_single_classes_are_named(image_folder):
+def test_empty_and_single_classes_are_named(image_folder, refusal):
     for path in (image_folder / "train" / "cat").iterdir():
         path.unlink()
     assert refusal(images(image_folder)).startswith(f"Class folders in {image_folder}/train without images in them: cat.")

@@ -26,10 +26,6 @@ def test_a_shipped_spec_says_what_it_is_and_where_its_numbers_are_from(name):
 
     assert (spec.name, spec.family) == (file.stem, file.parent.name)
     assert spec.sources
-    assert spec.expect.keys() >= {"parameters", "stream_shape", "reversible_steps"}
-    branches = 0 if spec.coupling.type == "none" else 1
-    steps = branches * sum(stage.depth * (1 if stage.g is None else 2) for stage in spec.stages)
-    assert spec.expect["reversible_steps"] == steps
 
 
 @pytest.mark.parametrize("name", [*list_models("*_digits"), *list_models("*_mini"), "rev_mvit_b", "rev_swin_t_mlp"])

@@ -78,6 +78,8 @@ def test_what_cannot_be_prepared_is_refused(image_folder):
         prepare(Image.new("F", (8, 8)))
     with pytest.raises(InputError, match="1 or 3 channels. Received: rev_vit_digits, which takes 2"):
         revzoo.transform(revzoo.create("rev_vit_digits", overrides=["input.channels=2"], device="meta"))
+    with pytest.raises(InputError, match="Received: Linear"):
+        revzoo.transform(torch.nn.Linear(2, 2))
     text = revzoo.create("rev_roberta_mini", device="meta")
     with pytest.raises(InputError, match="Nothing says which tokenizer rev_roberta_mini has"):
         revzoo.transform(text)
