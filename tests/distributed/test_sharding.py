@@ -247,22 +247,6 @@ def test_processes_that_do_not_fit_are_refused(arguments, message):
     assert count_shards(8, "hybrid", 2) == 4
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["train.offload=true"], "train.offload: found true; allowed: false with train.shard: none"),
-        (["train.shard=full", "train.mixed_precision=fp16"], "train.mixed_precision: found 'fp16'; allowed: bf16"),
-        (
-            ["train.shard=full", "train.optimizer_in_backward=true", "train.clip_grad=null"],
-            "train.optimizer_in_backward: found true; allowed: false with train.shard",
-        ),
-    ],
-)
-def test_settings_that_do_not_go_with_shards_are_refused(overrides, message):
-    with pytest.raises(SpecError, match=message):
-        load_recipe("digits", overrides)
-
-
 def test_one_process_without_a_launcher_is_refused(tmp_path):
     with pytest.raises(SpecError, match="train.shard: found 'full' without a launcher; allowed: none, or start torchrun"):
         loop.train(load_recipe("digits", ["train.shard=full"]), tmp_path / "run")

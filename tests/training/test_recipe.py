@@ -129,6 +129,9 @@ INSIDE = "train.optimizer_in_backward=true train.clip_grad=null"
         (f"{INSIDE} train.mixed_precision=fp16", "bf16 or 'no' with train.optimizer_in_backward"),
         (f"{INSIDE} memory.lookahead=1", "0 with train.optimizer_in_backward"),
         (f"{INSIDE} optimizer.opt=lamb", "adadelta, adagrad"),
+        (f"{INSIDE} train.shard=full", "false with train.shard"),
+        ("train.shard=full train.mixed_precision=fp16", "bf16 or 'no' with train.shard"),
+        ("train.offload=true", "false with train.shard: none"),
     ],
 )
 def test_settings_that_are_out_of_range_or_do_not_go_together(overrides, allowed):
