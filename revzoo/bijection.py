@@ -37,7 +37,8 @@ class _Folding(Bijection):
                 f"Pooling takes whole squares of {self.block} x {self.block} pixels. Received: {H} x {W} pixels. Pad or crop "
                 "the image, or pool less often."
             )
-        return x.unflatten(3, (-1, self.block)).unflatten(2, (-1, self.block))
+        squares: Tensor = x.unflatten(3, (-1, self.block)).unflatten(2, (-1, self.block))
+        return squares
 
 
 def _join(squares: Tensor) -> Tensor:
