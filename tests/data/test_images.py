@@ -66,6 +66,8 @@ def test_order_and_augmentation_follow_from_seed_and_epoch(kind, workers, image_
     assert same(second, epoch(data, 1))
     assert not same(second, epoch(data, 2))
     assert not same(second, epoch(load(seed=8), 1))
+    drawn = [sorted(float(image.sum()) for batch, _ in epoch(data, number) for image in batch) for number in (1, 2)]
+    assert drawn[0] != drawn[1]  # in whatever order
     size = len(second[0][1])
     assert same(second[1:], epoch(data, 1, skip=size))
     assert epoch(data, 1, skip=len(second) * size) == []

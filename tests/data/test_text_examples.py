@@ -48,6 +48,8 @@ def test_batches_follow_from_seed_and_epoch(name, workers, story, tables, tokeni
     assert same(second[1:], epoch(data, 1, skip=4))
     assert not same(second, epoch(data, 2))
     assert not same(second, epoch(load(seed=8), 1))
+    drawn = [sorted(int(each.clamp(0).sum()) for _, labels in epoch(data, number) for each in labels) for number in (1, 2)]
+    assert drawn[0] != drawn[1] or name == "text_classification"  # in whatever order
     assert same(list(data.test), list(load(seed=8).test))
 
 
