@@ -59,7 +59,6 @@ def _run(model: nn.Module, call: Callable[[Tensor], Tensor], times: int = 1) -> 
 
 @pytest.mark.parametrize(("length", "count", "times"), [(1, 3, 1), (2, 2, 2), (4, 100, 1)])
 def test_gradients_are_those_of_the_plain_module(length: int, count: int, times: int) -> None:
-    torch.manual_seed(0)
     plain = nn.Sequential(*(_Block(4) for _ in range(3)))
     planned = copy.deepcopy(plain)
     programs = []
