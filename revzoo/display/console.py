@@ -31,8 +31,8 @@ def print_text(text: str) -> None:
 def show_status(what: str = "", *, shown: bool = True) -> Iterator[Callable[[str], object]]:
     """Show what is being done until the end of the block; yield a function that shows something else.
 
-    On a terminal it is a line that vanishes, elsewhere one that is printed every ten seconds: on the standard error, and nothing
-    where it is not `shown`. Print results after the block: inside they would go to the standard error.
+    On a terminal it is a line that vanishes, elsewhere one that is printed every ten seconds, on the standard error. Where not
+    `shown`, it is nothing. Print results after the block: inside they would go to the standard error.
     """
     if not shown:
         yield lambda what: None

@@ -1,6 +1,9 @@
 """A memory budget, as users give it, in bytes."""
 
 import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import torch
@@ -20,7 +23,8 @@ def parse_budget(budget: str | int | float, device: torch.device | str, present_
     Args:
         budget: bytes, "8GiB" (or KiB, MiB, TiB; KB, MB, GB, TB are powers of 1000), "60%" of the device's memory, or "auto":
             nine tenths of the memory that is free now, plus `present_bytes`.
-        device: the device whose memory "60%" and "auto" refer to; "cpu" is the whole machine.
+        device: the device whose memory "60%" and "auto" refer to; "cpu" is the machine, or what the process or its
+            control group may take of it.
         present_bytes: on this device already and part of what the budget is for: weights and buffers, for example.
         sharing: how many processes the device's memory is for; "60%" and "auto" are of an equal part of it.
     Raises:
@@ -54,7 +58,7 @@ def count_model_bytes(model: nn.Module) -> int:
 
 
 def free_bytes(device: torch.device | str) -> int:
-    """Return the memory that is free on a device now [bytes]; on "cpu", what is available in the machine."""
+    """Return the memory that is free on a device now [bytes]; on "cpu", what this process may still take."""
     return _read_memory(device)[0]
 
 
@@ -67,8 +71,44 @@ def _read_memory(device: torch.device | str) -> tuple[int, int]:
         return free + cached, total
     if device.type in ("cpu", "meta"):
         memory = psutil.virtual_memory()
-        return memory.available, memory.total
+        limits = [(memory.available, memory.total), *_read_process_limit(), *_read_group_limits()]
+        return min(free for free, _ in limits), min(total for _, total in limits)
     raise InputError(f"The memory of {device.type} devices is not known here. Give the budget in bytes, such as '8GiB'.")
+
+
+def _read_process_limit() -> Iterator[tuple[int, int]]:
+    """Yield the free and the total bytes of addresses that this process may have, if they are limited (`ulimit -v`)."""
+    with suppress(AttributeError):  # psutil reads it on Linux
+        process = psutil.Process()
+        total, _ = process.rlimit(psutil.RLIMIT_AS)
+        if total != psutil.RLIM_INFINITY:
+            yield max(0, total - process.memory_info().vms), total
+
+
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def _read_group_limits(root: Path = _GROUPS, groups: Path = _OWN_GROUPS) -> Iterator[tuple[int, int]]:
+    """Yield the free and the total bytes of every control group around this process that has a limit: containers, SLURM.
+
+    Source: the Linux kernel's documentation, "Control Group v2" (memory.max, memory.current) and "Memory Resource Controller".
+    What files are cached in, and nothing uses, counts as free.
+    """
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, place = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        names = ("memory.max", "memory.current", "inactive_file")
+        if controllers:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        top = root / controllers
+        for folder in [top / place.strip("/"), *(top / place.strip("/")).parents]:
+            if not folder.is_relative_to(top):
+                break
+            with suppress(OSError, ValueError):  # a container sees its own group as the root; "max" is no limit
+                total, used = (int((folder / name).read_text()) for name in names[:2])
+                cached = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+                yield max(0, total - used + int(cached[names[2]])), total
 
 
 def _budget_error(budget: object) -> InputError:

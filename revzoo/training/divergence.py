@@ -12,7 +12,6 @@ from revzoo.checkpoint.slices import get_own_part
 from revzoo.errors import RecoveryError, RevzooError, join_names, quote
 from revzoo.training.run import Run
 
-
 _FAR = 10  # times the loss of a network that knows nothing
 
 
@@ -60,8 +59,8 @@ def explain_lost_states(run: Run) -> Iterator[None]:
     try:
         yield
     except RecoveryError as error:
-        loss = math.nan if run.last_loss is None else float(run.last_loss)
-        if loss < _FAR * math.log(run.model.num_outputs):
+        loss = math.nan if run.last_loss is None else float(run.last_loss.detach())
+        if loss < _FAR * math.log(max(2, run.model.num_outputs)):
             raise
         raise _explain(run, f"The training loss is {loss:.4g}, and states are lost to rounding,") from error
 

@@ -5,6 +5,7 @@ import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from revzoo.checkpoint import files
 from revzoo.data.random import reseed
 from revzoo.display.figures.curves import plot_curves
+from revzoo.errors import quote
 from revzoo.file import write_atomically
 from revzoo.format import count_noun
 from revzoo.metric import CHOSEN
@@ -41,16 +43,23 @@ class Summary:
         score: the CHOSEN metric after the last epoch.
         best_score: best of all epochs.
         best_epoch: first epoch that reached it, from 1.
+        seconds: that training took since it was started or resumed, evaluations included.
     """
 
     folder: Path
     score: float
     best_score: float
     best_epoch: int
+    seconds: float
 
     def __str__(self) -> str:
-        last, best = CHOSEN.format(self.score), CHOSEN.format(self.best_score)
-        return f"{CHOSEN.label} {last} after the last epoch, {best} after epoch {self.best_epoch}: {self.folder}"
+        last, best, folder = CHOSEN.format(self.score), CHOSEN.format(self.best_score), quote(self.folder)
+        took = timedelta(seconds=round(self.seconds))
+        return (
+            f"{CHOSEN.label} {last} after the last epoch, {best} after epoch {self.best_epoch} (best.safetensors): "
+            f"{self.folder}\n{took} in all. Next: revzoo eval {folder}, revzoo predict {folder} FILES, revzoo export {folder} "
+            "--onnx FILE"
+        )
 
 
 def train_epochs(run: Run) -> Summary:
@@ -62,7 +71,7 @@ def train_epochs(run: Run) -> Summary:
         RecoveryError: states of the network could not be recovered, though it has not diverged.
         RevzooError: nothing more can be saved.
     """
-    progress = run.progress
+    progress, began = run.progress, time.perf_counter()
     if run.recipe.train.cuda_graph:
         run.step = CapturedStep(run.step, run.model.parameters(), run.batch_size)
         run.display.console.print(f"After {EAGER_STEPS} batches, forward and backward are captured in a CUDA graph.")
@@ -87,7 +96,8 @@ def train_epochs(run: Run) -> Summary:
                 raise Interrupted(run.folder.path, signum)
         run.upload.wait()
         _save_curves(run)
-    summary = Summary(run.folder.path, progress.score, progress.best_score, progress.best_epoch)
+    seconds = time.perf_counter() - began
+    summary = Summary(run.folder.path, progress.score, progress.best_score, progress.best_epoch, seconds)
     run.display.console.print(str(summary))
     return summary
 

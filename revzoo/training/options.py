@@ -187,7 +187,7 @@ class TrainOptions:
             small batches and small networks.
         save_every: updates between two saved states within an epoch; None: a state is saved after every epoch only.
         track: tools that get settings, metrics and pictures: tensorboard, mlflow, wandb, comet_ml, aim.
-        log_every: seconds between two lines within an epoch where there is no terminal, and between two points that trackers get.
+        log_every: seconds between two lines within an epoch where there is no terminal, and between two points for trackers.
         save_async: train on while a state is written, from a copy on the host; None: where training is on a GPU.
         keep_states: how many of the newest states are kept; the older ones are for when a newer one is damaged.
         optimizer_in_backward: update each parameter in backward, as soon as its gradient is complete, and free the gradient.
