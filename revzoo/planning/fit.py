@@ -1,5 +1,6 @@
 """Whether a step fits the memory that is free, counted before anything runs, and what to type where it does not."""
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -8,6 +9,8 @@ import torch
 from revzoo.errors import BudgetError, InputError
 from revzoo.format import format_bytes
 from revzoo.planning.budget import free_bytes, parse_budget
+
+_NEARLY = 0.95  # of what may be taken: a step that takes as much is no longer made larger
 
 
 def require_fit(
@@ -60,16 +63,22 @@ def find_largest(count: Callable[[int], int], high: int, limit: int) -> int:
     What a step takes is the largest of sums that grow in proportion to the examples, so it bends upwards only: on a straight
     line between a number that fits and one that does not, where the line meets the limit, is a number that fits.
 
-    Cost: a count of at most five numbers.
+    Cost: a count of two to eight numbers.
     """
     low, low_bytes = 1, count(1)
     if high < 1 or low_bytes > limit:
         return 0
     if (high_bytes := count(high)) <= limit:
         return high
-    for _ in range(3):
-        middle = low + (limit - low_bytes) * (high - low) // (high_bytes - low_bytes)
-        if middle == low or (taken := count(middle)) > limit:
+    for number in range(6):
+        if low_bytes > _NEARLY * limit or high - low < 2:
             break
-        low, low_bytes = middle, taken
+        middle = low + (limit - low_bytes) * (high - low) // (high_bytes - low_bytes)
+        if number % 2 or middle == low:  # bends make steps on straight lines short
+            middle = math.isqrt(low * high)
+        taken = count(middle)
+        if taken <= limit:
+            low, low_bytes = middle, taken
+        else:
+            high, high_bytes = middle, taken
     return low

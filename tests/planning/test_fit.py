@@ -18,20 +18,23 @@ COUNTS = [
 def test_the_largest_that_fits(count, limit):
     counted = []
     found = find_largest(lambda n: counted.append(n) or count(n), 1000, limit)
-    assert len(counted) <= 5
+    assert len(counted) <= 8
     largest = max((n for n in range(1, 1001) if count(n) <= limit), default=0)
-    assert 0.9 * largest - 2 <= found <= largest
+    assert found <= largest
+    assert found == largest or (found and count(found) >= 0.9 * limit)
 
 
 def test_a_step_that_takes_too_much_is_refused_with_what_fits(monkeypatch):
-    monkeypatch.setattr(budget, "_read_memory", lambda device: (1000, 4000))
     count = COUNTS[0]
+    require_fit(count, 10**20, "mps", "--batch ")  # whose memory is not known
+    monkeypatch.setattr(budget, "_read_memory", lambda device: (1000, 4000))
     require_fit(count, 128, "cpu", "--batch ")
     require_fit(count, 178, "cpu", "--batch ", present_bytes=346)
-    with pytest.raises(BudgetError, match=r"^A step of 300 examples takes 2.1 KiB, and 1000 B are free. What fits: --batch 114.$"):
+    with pytest.raises(
+        BudgetError, match=r"^A step of 300 examples takes 2.1 KiB, and 1000 B are free. What fits: --batch 114\.$"
+    ):
         require_fit(count, 300, "cpu", "--batch ")
     with pytest.raises(BudgetError, match="What fits: memory.budget=auto, or --batch 50"):
-        require_fit(count, 300, "cpu", "--batch ", sharing=2, others=lambda limit: [f"memory.budget=auto"] * (limit == 450))
-    with pytest.raises(BudgetError, match="Not even one fits: take a smaller network or input"):
+        require_fit(count, 300, "cpu", "--batch ", sharing=2, others=lambda limit: ["memory.budget=auto"] * (limit == 450))
+    with pytest.raises(BudgetError, match="Not even one example fits: take a smaller network or input"):
         require_fit(count, 300, "cpu", "--batch ", sharing=10)
-    require_fit(count, 300, "mps", "--batch ")  # whose memory is not known
