@@ -17,7 +17,7 @@ from revzoo.analysis.report import MemoryReport, Peak
 from revzoo.device import forget_peak, has_streams
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.live_bytes import LiveBytes, LiveBytesOfReplacedCalls
-from revzoo.runtime.mode import MODES
+from revzoo.runtime.mode import MODES, Mode
 from revzoo.runtime.observation import observe_calls
 from revzoo.runtime.replaced_call import is_replaced
 
@@ -178,7 +178,7 @@ def measure_modes(
     with preserve_schedules(model) as assign, updates:
         for mode in modes if present else (AS_IT_IS,):
             if mode != AS_IT_IS:
-                assign(mode)
+                assign(Mode(mode))
                 current = mode if [chain.schedule for chain in find_chains(model).values()] == present else current
             with isolated(model, batch, fake=True) as inputs, ignore_error_growth():
                 reports[mode] = run_and_measure(model, inputs, taken, loss=loss, other_bytes=other_bytes).memory

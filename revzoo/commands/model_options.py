@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from revzoo.commands.parser import DTYPE_HELP, DTYPES, NAME_HELP, Parser, declare_import, split_overrides
 from revzoo.errors import InputError, UnknownNameError
 from revzoo.hub import HUB_PREFIX
+from revzoo.spec.loading import find_spec_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,10 +38,13 @@ def read_name(words: Sequence[str]) -> tuple[str, list[str]]:
 
     Raises:
         InputError: there is no name, or more than one.
+        UnknownNameError: no model has the name.
     """
     names, overrides = split_overrides(list(words))
     if len(names) != 1:
         raise InputError(f"Name one model. Received: {', '.join(names) or 'none'}. Overrides look like head.outputs=10.")
+    if not (is_any_module(names[0]) or names[0].startswith(HUB_PREFIX)):
+        find_spec_file(names[0])  # a wrong name is refused before torch is imported
     return names[0], overrides
 
 

@@ -1,6 +1,5 @@
 """A memory budget, as users give it, in bytes."""
 
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,9 +10,8 @@ from torch import nn
 
 from revzoo.device import has_streams
 from revzoo.errors import InputError
-from revzoo.format import BYTE_UNITS
+from revzoo.planning.amount import make_budget_error, read_amount
 
-_UNITS = BYTE_UNITS | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
 _FREE_SHARE = 0.9  # of the free memory, for "auto": the rest is for fragments, and where nothing is run for kernel workspaces
 
 
@@ -30,26 +28,14 @@ def parse_budget(budget: str | int | float, device: torch.device | str, present_
     Raises:
         InputError: none of these, or less than one byte.
     """
-    size: float
-    if isinstance(budget, bool) or not isinstance(budget, str | int | float):
-        raise _budget_error(budget)
-    if not isinstance(budget, str):
-        size = budget
-    elif budget == "auto":
-        size = _read_memory(device)[0] * _FREE_SHARE / sharing + present_bytes
-    elif share := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget):
-        if not 0 < float(share[1]) <= 100:
-            raise InputError(f"A share of the memory is above 0 % and at most 100 %. Received: {budget!r}.")
-        size = _read_memory(device)[1] * float(share[1]) / 100 / sharing
-    elif amount := re.fullmatch(r"(\d+(?:\.\d+)?)(?:e(\d\d?))? ?([KMGT]?i?B)?", budget):
-        if amount[3] is not None and amount[3] not in _UNITS:
-            raise _budget_error(budget)
-        size = float(amount[1]) * 10 ** int(amount[2] or 0) * _UNITS[amount[3] or "B"]
-    else:
-        raise _budget_error(budget)
-    if not 1 <= size < 2**62:
-        raise _budget_error(budget)
-    return int(size)
+    number, unit = read_amount(budget)
+    if unit == "free":
+        number = _read_memory(device)[0] * _FREE_SHARE / sharing + present_bytes
+    elif unit == "share":
+        number *= _read_memory(device)[1] / sharing
+    if number < 1:
+        raise make_budget_error(budget)
+    return int(number)
 
 
 def count_model_bytes(model: nn.Module) -> int:
@@ -109,7 +95,3 @@ def _read_group_limits(root: Path = _GROUPS, groups: Path = _OWN_GROUPS) -> Iter
                 total, used = (int((folder / name).read_text()) for name in names[:2])
                 cached = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
                 yield max(0, total - used + int(cached[names[2]])), total
-
-
-def _budget_error(budget: object) -> InputError:
-    return InputError(f"A budget is bytes, a size such as '8GiB', a share such as '60%', or 'auto'. Received: {budget!r}.")

@@ -13,32 +13,23 @@ from revzoo.bounds import (
     Bound,
     FiniteFloat,
     KeptBits,
+    ModeName,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Probability,
     Rate,
+    Shard,
     UnitInterval,
 )
 from revzoo.data.options import DataOptions
-from revzoo.errors import InputError, SpecError, SpecProblem
-from revzoo.planning.budget import parse_budget
+from revzoo.errors import SpecError, SpecProblem
+from revzoo.planning.amount import is_amount
 from revzoo.planning.solvers import Solver
-from revzoo.runtime.mode import ModeName
-from revzoo.sharding.mesh import Shard
 from revzoo.spec.parsing import NOT_WRITTEN, to_plain
 
-
-def _is_budget(size: int | float | str) -> bool:
-    try:
-        parse_budget(size, "cpu")
-    except InputError:
-        return False
-    return True
-
-
-Budget = Annotated[int | float | str, Bound("bytes, a size such as '8GiB', a share such as '60%', or 'auto'", _is_budget)]
+Budget = Annotated[int | float | str, Bound("bytes, a size such as '8GiB', a share such as '60%', or 'auto'", is_amount)]
 
 
 Tracker = Literal["tensorboard", "mlflow", "wandb", "comet_ml", "aim"]  # names that Accelerate gives them
