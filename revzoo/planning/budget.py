@@ -80,7 +80,7 @@ def _read_group_limits(root: Path = _GROUPS, groups: Path = _OWN_GROUPS) -> Iter
     Source: the Linux kernel's documentation, "Control Group v2" (memory.max, memory.current) and "Memory Resource Controller".
     What files are cached in, and nothing uses, counts as free.
     """
-    for line in groups.read_text().splitlines() if groups.exists() else ():
+    for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
         _, controllers, place = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
@@ -92,6 +92,6 @@ def _read_group_limits(root: Path = _GROUPS, groups: Path = _OWN_GROUPS) -> Iter
             if not folder.is_relative_to(top):
                 break
             with suppress(OSError, ValueError):  # a container sees its own group as the root; "max" is no limit
-                total, used = (int((folder / name).read_text()) for name in names[:2])
-                cached = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+                total, used = (int((folder / name).read_text(encoding="utf-8")) for name in names[:2])
+                cached = dict(row.split() for row in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
                 yield max(0, total - used + int(cached[names[2]])), total
