@@ -1,9 +1,9 @@
-"""Annotated types for numbers with a range, used by specs, recipes and the signatures of parts."""
+"""Types of options: numbers with a range, and names, used by specs, recipes and the signatures of parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,9 @@ class Bound:
     allowed: str
     holds: Callable[[Any], object]
 
+
+ModeName = Literal["store", "selective", "recompute", "invert"]  # of `runtime/mode.py`
+Shard = Literal["none", "full", "hybrid"]  # how processes hold a network: `sharding/mesh.py`
 
 MOST_KEPT_BITS = 15  # what `runtime/bits.py` packs
 

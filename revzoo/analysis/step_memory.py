@@ -17,9 +17,11 @@ from revzoo.analysis.report import MemoryReport, Peak
 from revzoo.device import forget_peak, has_streams
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.live_bytes import LiveBytes, LiveBytesOfReplacedCalls
-from revzoo.runtime.mode import MODES
+from revzoo.runtime.mode import MODES, Mode
 from revzoo.runtime.observation import observe_calls
 from revzoo.runtime.replaced_call import is_replaced
+
+AS_IT_IS = "as it is"  # the present schedule, or none
 
 
 def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
@@ -149,19 +151,21 @@ def measure_modes(
     in_backward: bool = False,
     loss: Callable[[Any], Tensor] = linear_loss,
     other_bytes: int | None = None,
+    modes: Sequence[str] = MODES,
 ) -> tuple[dict[str, MemoryReport], str | None]:
     """Measure a training step in every mode without allocating anything: also in modes that do not fit the device.
 
     Args:
-        model, batch, optimizer: as for `measure_memory`.
+        model, batch, optimizer: as for `measure_memory`. The batch may be on the meta device.
         in_backward: whether the optimizer updates each parameter inside backward. No gradients are then left after it, and
             what one takes besides its update counts with the activations.
         loss, other_bytes: as for `run_and_measure`.
+        modes: which ones; AS_IT_IS, first if at all, is the network's present schedule.
     Raises:
         InputError: as `measure_memory`, or processes divide the model. MissingValueError, which is one, if the model asks for
             the value of a tensor.
-    Returns: a report for each mode (one report, "as it is", for a model without a schedule), and the model's present mode
-        (None: its schedule mixes modes).
+    Returns: a report for each mode (one report, AS_IT_IS, for a model without a schedule), and the model's present mode (None:
+        its schedule mixes modes, or it was not among those measured).
     """
     require_whole(model)
     taken = count_optimizer(model, optimizer)
@@ -172,14 +176,12 @@ def measure_modes(
     reports: dict[str, MemoryReport] = {}
     current: str | None = None
     with preserve_schedules(model) as assign, updates:
-        for mode in MODES if present else ():
-            assign(mode)
-            current = mode if [chain.schedule for chain in find_chains(model).values()] == present else current
+        for mode in modes if present else (AS_IT_IS,):
+            if mode != AS_IT_IS:
+                assign(Mode(mode))
+                current = mode if [chain.schedule for chain in find_chains(model).values()] == present else current
             with isolated(model, batch, fake=True) as inputs, ignore_error_growth():
                 reports[mode] = run_and_measure(model, inputs, taken, loss=loss, other_bytes=other_bytes).memory
-        if not present:
-            with isolated(model, batch, fake=True) as inputs:
-                reports["as it is"] = run_and_measure(model, inputs, taken, loss=loss, other_bytes=other_bytes).memory
     return reports, current
 
 

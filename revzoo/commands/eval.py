@@ -7,6 +7,7 @@ from pathlib import Path
 
 from revzoo.commands.parser import Parser, declare_import, split_overrides
 from revzoo.errors import InputError
+from revzoo.spec.names import model_files, require_checkpoint
 
 SUMMARY = "Evaluate a trained model, or weights that ship."
 
@@ -27,6 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     targets, overrides = split_overrides(arguments.target)
     if len(targets) != 1:
         raise InputError("Name one thing to evaluate: the folder of a run, a checkpoint in it, or a model whose weights ship.")
+    if targets[0] not in model_files():
+        require_checkpoint(targets[0])
     from revzoo.display.console import print_text, show_status
 
     with show_status("evaluating"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from revzoo.commands.parser import DTYPE_HELP, DTYPES, NAME_HELP, Parser, declare_import, split_overrides
 from revzoo.errors import InputError, UnknownNameError
 from revzoo.hub import HUB_PREFIX
+from revzoo.spec.loading import find_spec_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,10 +38,13 @@ def read_name(words: Sequence[str]) -> tuple[str, list[str]]:
 
     Raises:
         InputError: there is no name, or more than one.
+        UnknownNameError: no model has the name.
     """
     names, overrides = split_overrides(list(words))
     if len(names) != 1:
         raise InputError(f"Name one model. Received: {', '.join(names) or 'none'}. Overrides look like head.outputs=10.")
+    if not (is_any_module(names[0]) or names[0].startswith(HUB_PREFIX)):
+        find_spec_file(names[0])  # a wrong name is refused before torch is imported
     return names[0], overrides
 
 
@@ -82,10 +86,41 @@ def create_model(arguments: argparse.Namespace) -> "Model":
 
 
 def create_batch(model: "Model", size: int | None) -> "Tensor":
-    """Return random examples; as many as is usual for the kind of input where no number is given."""
-    from revzoo.analysis.counting import default_batch_size
+    """Return random examples; as many as is usual for the kind of input where no number is given.
 
-    return model.example_input(size or default_batch_size(model.spec.input))
+    Raises:
+        BudgetError: a step takes more than is free in every mode.
+    """
+    from revzoo.analysis.counting import default_batch_size
+    from revzoo.runtime.mode import MODES
+
+    size = size or default_batch_size(model.spec.input)
+    require_memory(model, size, MODES, copies=0)
+    return model.example_input(size)
+
+
+def require_memory(model: "Model", size: int, modes: Sequence[str], copies: int) -> None:
+    """Raise BudgetError, which says what fits, where a step in the mode that takes least takes more than is free.
+
+    Args:
+        model: the model.
+        size: examples of the batch.
+        modes: the modes of which one has to fit.
+        copies: how many more of weights and gradients there are meanwhile.
+    """
+    from revzoo.analysis.step_memory import measure_modes
+    from revzoo.planning.budget import count_model_bytes
+    from revzoo.planning.fit import require_fit
+
+    if (device := next(model.parameters()).device).type == "meta":
+        return
+    present = count_model_bytes(model)
+
+    def count(examples: int) -> int:
+        reports, _ = measure_modes(model, model.example_input(examples, "meta"), modes=modes)
+        return min(report.peak_bytes + copies * (present + report.gradient_bytes) for report in reports.values())
+
+    require_fit(count, size, device, "--batch ", present_bytes=present)
 
 
 def create_optimizer(name: str | None, model: "nn.Module") -> "Optimizer | None":

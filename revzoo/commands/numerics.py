@@ -4,7 +4,7 @@ import argparse
 import json
 from contextlib import nullcontext
 
-from revzoo.commands.model_options import declare_name, read_name
+from revzoo.commands.model_options import declare_name, read_name, require_memory
 from revzoo.commands.parser import DTYPE_HELP, DTYPES, JSON_HELP, Parser, positive_count
 
 SUMMARY = "Measure the noise in rebuilt activations and what it does to gradients."
@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         torch.manual_seed(0)
         model = create(name, overrides=overrides, dtype=getattr(torch, arguments.dtype), exact=arguments.exact)
+        require_memory(model, arguments.batch, ["store"], copies=1)
         autocast = arguments.autocast
         with nullcontext() if autocast is None else torch.autocast("cpu", getattr(torch, autocast)):
             report = measure_numerics(model, model.example_input(arguments.batch))

@@ -21,9 +21,9 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.display.console import print_renderable, show_status
 
     with show_status("counting and timing every unit"):
+        model = create_model(arguments)
         from revzoo.planning.profiling.profile import profile
 
-        model = create_model(arguments)
         batch = create_batch(model, arguments.batch)
         result = profile(model, batch, create_optimizer(arguments.optimizer, model))
     if arguments.json:

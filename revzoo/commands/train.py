@@ -5,6 +5,8 @@ from pathlib import Path
 
 from revzoo.commands.parser import Parser, declare_import, split_overrides
 from revzoo.errors import InputError
+from revzoo.hub import HUB_PREFIX
+from revzoo.spec.loading import find_spec_file
 
 SUMMARY = "Train a model by a recipe."
 
@@ -71,6 +73,10 @@ def _run(arguments: argparse.Namespace) -> int:
         raise InputError("--accept-changes is for runs that go on. Received: no --resume DIR.")
     if len(recipes) > 1:
         raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like data.root=DIR.")
+    for word in overrides:
+        path, _, name = word.partition("=")
+        if path in ("model", "model.name") and not name.startswith(HUB_PREFIX):
+            find_spec_file(name)  # a wrong name is refused before torch is imported
     from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 
     recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides, complete=not arguments.print_config)

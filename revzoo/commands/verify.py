@@ -2,7 +2,7 @@
 
 import argparse
 
-from revzoo.commands.model_options import declare_name, read_name
+from revzoo.commands.model_options import declare_name, read_name, require_memory
 from revzoo.commands.parser import DTYPE_HELP, DTYPES, Parser, positive_count
 
 SUMMARY = "Compare a model's gradients with those of storing all activations."
@@ -32,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = create(
             name, overrides=overrides, device=arguments.device, dtype=getattr(torch, arguments.dtype), exact=arguments.exact
         )
+        require_memory(model, arguments.batch, ["store"], copies=1)
         report = verify(model, model.example_input(arguments.batch))
     print_text(str(report))
     return 0 if report.ok else 1

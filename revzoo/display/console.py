@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 
 _WIDTH = 140  # columns, where the output is no terminal whose width is known, and COLUMNS does not say it
+_TELL_EVERY = 10  # seconds
 
 
 def print_renderable(renderable: RenderableType) -> None:
@@ -27,13 +29,27 @@ def print_text(text: str) -> None:
 
 @contextmanager
 def show_status(what: str = "", *, shown: bool = True) -> Iterator[Callable[[str], object]]:
-    """Show what is being done in a line that vanishes at the end of the block; yield a function that shows something else.
+    """Show what is being done until the end of the block; yield a function that shows something else.
 
-    Where the standard error is no terminal, or not `shown`, nothing is. Print results after the block: inside they would go to
-    the standard error.
+    On a terminal it is a line that vanishes, elsewhere one that is printed every ten seconds, on the standard error. Where not
+    `shown`, it is nothing. Print results after the block: inside they would go to the standard error.
     """
-    if not (shown and sys.stderr.isatty()):
+    if not shown:
         yield lambda what: None
-        return
-    with Console(stderr=True).status(escape(what)) as status:
-        yield lambda what: status.update(escape(what))
+    elif sys.stderr.isatty():
+        with Console(stderr=True).status(escape(what)) as status:
+            yield lambda what: status.update(escape(what))
+    else:
+        doing, ended = [what], threading.Event()
+        teller = threading.Thread(target=_tell, args=(doing, ended), daemon=True)
+        teller.start()
+        try:
+            yield lambda what: doing.append(what)
+        finally:
+            ended.set()
+            teller.join()
+
+
+def _tell(doing: list[str], ended: threading.Event) -> None:
+    while not ended.wait(_TELL_EVERY):
+        print(f"{doing[-1]} ...", file=sys.stderr, flush=True)

@@ -1,6 +1,8 @@
 """A memory budget, as users give it, in bytes."""
 
-import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import torch
@@ -8,9 +10,8 @@ from torch import nn
 
 from revzoo.device import has_streams
 from revzoo.errors import InputError
-from revzoo.format import BYTE_UNITS
+from revzoo.planning.amount import make_budget_error, read_amount
 
-_UNITS = BYTE_UNITS | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
 _FREE_SHARE = 0.9  # of the free memory, for "auto": the rest is for fragments, and where nothing is run for kernel workspaces
 
 
@@ -20,32 +21,21 @@ def parse_budget(budget: str | int | float, device: torch.device | str, present_
     Args:
         budget: bytes, "8GiB" (or KiB, MiB, TiB; KB, MB, GB, TB are powers of 1000), "60%" of the device's memory, or "auto":
             nine tenths of the memory that is free now, plus `present_bytes`.
-        device: the device whose memory "60%" and "auto" refer to; "cpu" is the whole machine.
+        device: the device whose memory "60%" and "auto" refer to; "cpu" is the machine, or what the process or its
+            control group may take of it.
         present_bytes: on this device already and part of what the budget is for: weights and buffers, for example.
         sharing: how many processes the device's memory is for; "60%" and "auto" are of an equal part of it.
     Raises:
         InputError: none of these, or less than one byte.
     """
-    size: float
-    if isinstance(budget, bool) or not isinstance(budget, str | int | float):
-        raise _budget_error(budget)
-    if not isinstance(budget, str):
-        size = budget
-    elif budget == "auto":
-        size = _read_memory(device)[0] * _FREE_SHARE / sharing + present_bytes
-    elif share := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget):
-        if not 0 < float(share[1]) <= 100:
-            raise InputError(f"A share of the memory is above 0 % and at most 100 %. Received: {budget!r}.")
-        size = _read_memory(device)[1] * float(share[1]) / 100 / sharing
-    elif amount := re.fullmatch(r"(\d+(?:\.\d+)?)(?:e(\d\d?))? ?([KMGT]?i?B)?", budget):
-        if amount[3] is not None and amount[3] not in _UNITS:
-            raise _budget_error(budget)
-        size = float(amount[1]) * 10 ** int(amount[2] or 0) * _UNITS[amount[3] or "B"]
-    else:
-        raise _budget_error(budget)
-    if not 1 <= size < 2**62:
-        raise _budget_error(budget)
-    return int(size)
+    number, unit = read_amount(budget)
+    if unit == "free":
+        number = _read_memory(device)[0] * _FREE_SHARE / sharing + present_bytes
+    elif unit == "share":
+        number *= _read_memory(device)[1] / sharing
+    if number < 1:
+        raise make_budget_error(budget)
+    return int(number)
 
 
 def count_model_bytes(model: nn.Module) -> int:
@@ -54,7 +44,7 @@ def count_model_bytes(model: nn.Module) -> int:
 
 
 def free_bytes(device: torch.device | str) -> int:
-    """Return the memory that is free on a device now [bytes]; on "cpu", what is available in the machine."""
+    """Return the memory that is free on a device now [bytes]; on "cpu", what this process may still take."""
     return _read_memory(device)[0]
 
 
@@ -67,9 +57,41 @@ def _read_memory(device: torch.device | str) -> tuple[int, int]:
         return free + cached, total
     if device.type in ("cpu", "meta"):
         memory = psutil.virtual_memory()
-        return memory.available, memory.total
+        limits = [(memory.available, memory.total), *_read_process_limit(), *_read_group_limits()]
+        return min(free for free, _ in limits), min(total for _, total in limits)
     raise InputError(f"The memory of {device.type} devices is not known here. Give the budget in bytes, such as '8GiB'.")
 
 
-def _budget_error(budget: object) -> InputError:
-    return InputError(f"A budget is bytes, a size such as '8GiB', a share such as '60%', or 'auto'. Received: {budget!r}.")
+def _read_process_limit() -> Iterator[tuple[int, int]]:
+    """Yield the free and the total bytes of addresses that this process may have, if they are limited (`ulimit -v`)."""
+    with suppress(AttributeError):  # psutil reads it on Linux
+        process = psutil.Process()
+        total, _ = process.rlimit(psutil.RLIMIT_AS)
+        if total != psutil.RLIM_INFINITY:
+            yield max(0, total - process.memory_info().vms), total
+
+
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def _read_group_limits(root: Path = _GROUPS, groups: Path = _OWN_GROUPS) -> Iterator[tuple[int, int]]:
+    """Yield the free and the total bytes of every control group around this process that has a limit: containers, SLURM.
+
+    Source: the Linux kernel's documentation, "Control Group v2" (memory.max, memory.current) and "Memory Resource Controller".
+    What files are cached in, and nothing uses, counts as free.
+    """
+    for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
+        _, controllers, place = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        names = ("memory.max", "memory.current", "inactive_file")
+        if controllers:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        top = root / controllers
+        for folder in [top / place.strip("/"), *(top / place.strip("/")).parents]:
+            if not folder.is_relative_to(top):
+                break
+            with suppress(OSError, ValueError):  # a container sees its own group as the root; "max" is no limit
+                total, used = (int((folder / name).read_text(encoding="utf-8")) for name in names[:2])
+                cached = dict(row.split() for row in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
+                yield max(0, total - used + int(cached[names[2]])), total

@@ -2,9 +2,6 @@
 
 from enum import StrEnum
 from functools import cached_property
-from typing import Literal
-
-ModeName = Literal["store", "selective", "recompute", "invert"]  # in options; `Mode(name)` is the mode
 
 
 class Mode(StrEnum):

@@ -6,8 +6,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from revzoo.errors import InputError
 
-Shard = Literal["none", "full", "hybrid"]
-
 
 def make_mesh(processes: int, shard: Literal["full", "hybrid"], nodes: int = 1, device_type: str = "cpu") -> DeviceMesh:
     """Arrange the processes of `torch.distributed` in a mesh; every process calls this.

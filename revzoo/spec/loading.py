@@ -33,6 +33,24 @@ def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
         CheckpointError: the hub does not have the model, or cannot be reached.
     """
     source = fetch_if_on_hub(source)
+    path, models = find_spec_file(source), model_files()
+    words = [overrides] if isinstance(overrides, str) else list(overrides)
+    if wrong := [word for word in words if not isinstance(word, str)]:
+        raise InputError(f"overrides is a list of strings, such as ['head.outputs=10']. Received: {wrong[0]!r} in it.")
+    translated = map(translate_timm, words)
+    tree = load_tree(path, models, merge_specs, lambda base: _hint_at_recipe(base, path))
+    changed, problems = apply_overrides(tree, translated)
+    return _check(end_statements(tree, changed), problems, str(path))
+
+
+def find_spec_file(source: str | Path) -> Path:
+    """Return the file of a model's spec, which is not read; this needs no torch.
+
+    Args:
+        source: a model's name, a .yaml file, or a folder with a spec.yaml.
+    Raises:
+        UnknownNameError, InputError: as `load_spec`.
+    """
     models = model_files()
     path = models.get(str(source)) or Path(source)
     if os.path.isdir(path):  # unlike pathlib's, it does not raise for a name that no file can have
@@ -46,13 +64,7 @@ def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
             f"{quote(f'model.checkpoint={source}')} in training, checkpoint= in Python, --weights {quote(source)} of revzoo "
             "convert."
         )
-    words = [overrides] if isinstance(overrides, str) else list(overrides)
-    if wrong := [word for word in words if not isinstance(word, str)]:
-        raise InputError(f"overrides is a list of strings, such as ['head.outputs=10']. Received: {wrong[0]!r} in it.")
-    translated = map(translate_timm, words)
-    tree = load_tree(path, models, merge_specs, lambda base: _hint_at_recipe(base, path))
-    changed, problems = apply_overrides(tree, translated)
-    return _check(end_statements(tree, changed), problems, str(path))
+    return path
 
 
 def _hint_at_recipe(base: str, file: Path) -> str:

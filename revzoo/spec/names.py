@@ -100,6 +100,13 @@ def refuse_source(
     raise MissingFileError(text, wanted, find_beside(text) or listed)
 
 
+def require_checkpoint(path: str) -> None:
+    """Raise MissingFileError unless there is a file, of weights or their index, or a folder."""
+    if not os.path.exists(path) and not os.path.exists(path + INDEX_SUFFIX):
+        hint = find_beside(path) or " Name one that revzoo train has written."
+        raise MissingFileError(path, "a checkpoint or the folder of a run", hint)
+
+
 def find_inside(folder: str, file: str) -> str:
     """Return " Did you mean 'x'?" for the folders in a folder that hold a file of this name; an empty string for none."""
     places = [str(found.parent) for found in sorted(Path(folder).glob(f"*/{file}"))]

@@ -1,18 +1,22 @@
 """Training that diverges: infinities and NaN are looked for before every save, so the newest state is always a good one."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from revzoo.checkpoint.files import find_not_finite
 from revzoo.checkpoint.slices import get_own_part
-from revzoo.errors import RevzooError, join_names, quote
+from revzoo.errors import RecoveryError, RevzooError, join_names, quote
 from revzoo.training.run import Run
+
+_FAR = 10  # times the loss of a network that knows nothing
 
 
 class DivergedError(RevzooError, ArithmeticError):
-    """The loss or the weights are infinite or not a number."""
+    """The loss or the weights are infinite, not a number, or so large that states are lost to rounding."""
 
     exit_status = 3  # a sweep goes on with other settings, and ends for a mistake
 
@@ -47,6 +51,18 @@ def check_weights(run: Run) -> None:
         names += [f"the running average of {name}" for name in _find_own_not_finite(run.ema.module)]
     if everywhere := list(dict.fromkeys(gather_object(names))):
         raise _explain(run, f"There are infinities or NaN in the weights ({join_names(everywhere, most=4)})")
+
+
+@contextmanager
+def explain_lost_states(run: Run) -> Iterator[None]:
+    """Raise DivergedError for states that cannot be recovered while the loss is far above that of equal probabilities."""
+    try:
+        yield
+    except RecoveryError as error:
+        loss = math.nan if run.last_loss is None else float(run.last_loss.detach())
+        if loss < _FAR * math.log(max(2, run.model.num_outputs)):
+            raise
+        raise _explain(run, f"The training loss is {loss:.4g}, and states are lost to rounding,") from error
 
 
 def _find_own_not_finite(model: nn.Module) -> list[str]:

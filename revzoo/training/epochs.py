@@ -1,9 +1,11 @@
 """The epochs of a run: its updates, its evaluations, and what is written of them."""
 
 import json
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 from revzoo.checkpoint import files
 from revzoo.data.random import reseed
 from revzoo.display.figures.curves import plot_curves
+from revzoo.errors import quote
 from revzoo.file import write_atomically
 from revzoo.format import count_noun
 from revzoo.metric import CHOSEN
 from revzoo.model.compile_steps import compile_steps
 from revzoo.training.captured_step import EAGER_STEPS, CapturedStep
-from revzoo.training.divergence import add_losses, check_test_loss, check_weights
+from revzoo.training.divergence import add_losses, check_test_loss, check_weights, explain_lost_states
 from revzoo.training.evaluation import evaluate
 from revzoo.training.in_backward import update_in_backward
 from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
@@ -28,7 +31,7 @@ from revzoo.training.run import Run
 from revzoo.training.state import save_state, share_statistics
 from revzoo.training.tracking import log_record, open_trackers
 
-_CHECK_EVERY = 10  # updates between two checks of the loss, each of which makes the host wait for the GPU
+_CHECK_EVERY = 10  # updates between two checks of the loss, each of which makes the host wait for the GPU or other processes
 
 
 @dataclass(frozen=True)
@@ -40,28 +43,35 @@ class Summary:
         score: the CHOSEN metric after the last epoch.
         best_score: best of all epochs.
         best_epoch: first epoch that reached it, from 1.
+        seconds: that training took since it was started or resumed, evaluations included.
     """
 
     folder: Path
     score: float
     best_score: float
     best_epoch: int
+    seconds: float
 
     def __str__(self) -> str:
-        last, best = CHOSEN.format(self.score), CHOSEN.format(self.best_score)
-        return f"{CHOSEN.label} {last} after the last epoch, {best} after epoch {self.best_epoch}: {self.folder}"
+        last, best, folder = CHOSEN.format(self.score), CHOSEN.format(self.best_score), quote(self.folder)
+        took = timedelta(seconds=round(self.seconds))
+        return (
+            f"{CHOSEN.label} {last} after the last epoch, {best} after epoch {self.best_epoch} (best.safetensors): "
+            f"{self.folder}\n{took} in all. Next: revzoo eval {folder}, revzoo predict {folder} FILES, revzoo export {folder} "
+            "--onnx FILE"
+        )
 
 
 def train_epochs(run: Run) -> Summary:
     """Train from where the run is to its last epoch, and return how it ended.
 
     Raises:
-        DivergedError: the loss or the weights are not finite; the newest state is from before.
+        DivergedError: the loss or the weights are not finite, or far too large; the newest state is from before.
         Interrupted: stopped by a signal, after everything was saved.
-        RecoveryError: states of the network could not be recovered.
+        RecoveryError: states of the network could not be recovered, though it has not diverged.
         RevzooError: nothing more can be saved.
     """
-    progress = run.progress
+    progress, began = run.progress, time.perf_counter()
     if run.recipe.train.cuda_graph:
         run.step = CapturedStep(run.step, run.model.parameters(), run.batch_size)
         run.display.console.print(f"After {EAGER_STEPS} batches, forward and backward are captured in a CUDA graph.")
@@ -71,7 +81,8 @@ def train_epochs(run: Run) -> Summary:
     in_backward = run.recipe.train.optimizer_in_backward  # from here on: what runs before must not change the weights
     updates = update_in_backward(run.optimizer.optimizer) if in_backward else nullcontext()
     tracked = open_trackers(run.accelerator, run.recipe, run.folder.path)
-    with run.display, StopSignal(run.accelerator) as stop, updates, tracked, run.upload.complete():
+    lost = explain_lost_states(run)
+    with run.display, StopSignal(run.accelerator) as stop, updates, tracked, run.upload.complete(), lost:
         for epoch in range(progress.epoch, run.recipe.train.epochs):
             if _has_lost_patience(run):
                 break
@@ -85,7 +96,8 @@ def train_epochs(run: Run) -> Summary:
                 raise Interrupted(run.folder.path, signum)
         run.upload.wait()
         _save_curves(run)
-    summary = Summary(run.folder.path, progress.score, progress.best_score, progress.best_epoch)
+    seconds = time.perf_counter() - began
+    summary = Summary(run.folder.path, progress.score, progress.best_score, progress.best_epoch, seconds)
     run.display.console.print(str(summary))
     return summary
 
@@ -104,7 +116,8 @@ def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     """Train until the end of the epoch or until a signal; return the signal, or 0."""
     options, accelerator, progress = run.recipe.train, run.accelerator, run.progress
     losses = torch.zeros((), dtype=torch.float64, device=accelerator.device)  # of batches that are not yet in the epoch's sum
-    before, began, signum = progress.seconds, time.perf_counter(), 0
+    before, began, signum, loss = progress.seconds, time.perf_counter(), 0, math.nan
+    check_every = 1 if accelerator.device.type == "cpu" and accelerator.num_processes == 1 else _CHECK_EVERY
     run.wrapped.train()
     for batch, labels in run.data.train:
         losses += train_batch(run, batch, labels, (options.seed, epoch, progress.batch)).detach() * len(batch)
@@ -118,10 +131,12 @@ def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         if run.ema is not None:
             run.ema.update(run.model, progress.updates)
         signum = stop.poll()
-        if signum or progress.updates % _CHECK_EVERY == 0 or progress.batch == len(run.data.train):
+        if signum or math.isnan(loss) or progress.updates % check_every == 0 or progress.batch == len(run.data.train):
             add_losses(run, losses)
             run.upload.collect()
-            run.display.step(progress.batch, progress.loss_sum / progress.examples, _read_memory_bytes())
+            loss = progress.loss_sum / progress.examples
+        if run.display.step(progress.batch, loss, lr := _read_lr(run)):
+            log_record(accelerator, {"updates": progress.updates, "lr": lr, "train_loss": loss})
         if signum:
             break
         if options.save_every and progress.updates % options.save_every == 0 and progress.batch < len(run.data.train):
@@ -160,7 +175,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     share_statistics(run)
     check_weights(run)
     try:
-        batches = stop.watch(run.data.test)
+        batches = run.display.watch_evaluation(stop.watch(run.data.test), len(run.data.test))
         scores = evaluate(run.evaluated, batches, accelerator, run.data.label_noun)
     except StopRequested as caught:
         return caught.signum
@@ -168,7 +183,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     record = {
         "epoch": epoch + 1,
         "updates": progress.updates,
-        "lr": max(group["lr"] for group in run.optimizer.param_groups),  # of the next update
+        "lr": _read_lr(run),  # of the next update
         "train_loss": progress.loss_sum / progress.examples,
         "loss": scores.loss,
         **scores.metrics,
@@ -214,6 +229,11 @@ def _save_weights(run: Run, file: Path, metadata: dict[str, str]) -> None:
         call_on_main(run.accelerator, save)
     else:  # every process has a share
         save()
+
+
+def _read_lr(run: Run) -> float:
+    lr: float = max(group["lr"] for group in run.optimizer.param_groups)
+    return lr
 
 
 def _read_memory_bytes() -> int:

@@ -15,10 +15,18 @@ from revzoo.checkpoint.index import WeightsEntry, find_shipped_weights, read_ind
 from revzoo.data.base import Data
 from revzoo.data.loading import load_data
 from revzoo.data.requirement import count_required_outputs
-from revzoo.errors import CheckpointError, InputError, MissingFileError, RevzooError, SpecError, join_names, quote
+from revzoo.errors import CheckpointError, InputError, RevzooError, SpecError, join_names, quote
 from revzoo.model.create import create
 from revzoo.spec.loading import load_spec
-from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, TOKENIZER, WEIGHTS_INDEX, find_beside, find_inside, model_files
+from revzoo.spec.names import (
+    BEST_WEIGHTS,
+    CONVERTED_WEIGHTS,
+    TOKENIZER,
+    WEIGHTS_INDEX,
+    find_inside,
+    model_files,
+    require_checkpoint,
+)
 from revzoo.spec.schema import TextInput
 from revzoo.training.evaluation import Scores, evaluate
 from revzoo.training.options import Recipe
@@ -77,8 +85,7 @@ def _explain_missing(path: Path) -> RevzooError:
             f"No weights ship for {path}; they do for {join_names(sorted(read_index()))}. Train it (revzoo train images "
             f"model={path} data.root=IMAGES), and evaluate the folder of the run."
         )
-    if not os.path.isdir(path):
-        return MissingFileError(str(path), "a checkpoint or the folder of a run", find_beside(str(path)) or _NAMED)
+    require_checkpoint(str(path))
     return CheckpointError(
         f"{path} is not the folder of a run with weights: there is no {BEST_WEIGHTS} in it."
         f"{find_inside(str(path), BEST_WEIGHTS) or _NAMED}"

@@ -26,6 +26,7 @@ from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import find_differences
 from revzoo.training.epochs import Summary, train_epochs
 from revzoo.training.gradient_check import describe_gradients
+from revzoo.training.memory import describe_memory, explain_lack_of_memory
 from revzoo.training.options import Recipe
 from revzoo.training.origin import check_changes, needs_new_plan
 from revzoo.training.planned_step import WholeStep
@@ -54,7 +55,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         InputError: torchrun is to start the processes again, and no folder is named.
         SpecError: recipe, spec and data contradict one another.
         DataError: the data cannot be used.
-        BudgetError: no schedule fits the recipe's memory budget; the folder is then not made.
+        BudgetError: no schedule fits the recipe's memory budget, or a step takes more than is free; the folder is not made.
         DivergedError: the loss or the weights are not finite; the newest state is from before.
         Interrupted: stopped by a signal, after everything was saved.
     """
@@ -68,15 +69,18 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         run = _build_run(recipe, folder.path, accelerator)
         _print_start(run)
         plan = _apply_plan(run, anew=True)
+        _print_memory(run)
     with _hold_folder(folder, accelerator):
         call_on_main(accelerator, folder.require_free)  # another run may have begun there in the meantime
         send_output_to(folder.logs)
         save_plan(run, plan)
-        _print_setting(run, plan)
+        _print_plan(run, plan)
+        _verify_gradients(run)
         save_state(run)
         run.upload.wait()
         call_on_main(accelerator, lambda: folder.write(run.describe()))  # now there is a run that can be resumed
-        return train_epochs(run)
+        with explain_lack_of_memory(run):
+            return train_epochs(run)
 
 
 def preview(recipe: Recipe) -> None:
@@ -88,13 +92,16 @@ def preview(recipe: Recipe) -> None:
     Raises:
         SpecError: recipe, spec and data contradict one another.
         DataError: the data cannot be used.
-        BudgetError: no schedule fits the recipe's memory budget.
+        BudgetError: no schedule fits the recipe's memory budget, or a step takes more than is free.
     """
     recipe = follow_launcher(recipe)
     with tempfile.TemporaryDirectory() as folder:
         run = _build_run(recipe, Path(folder), make_accelerator(recipe))
         _print_start(run)
-        _print_setting(run, _apply_plan(run, anew=True))
+        plan = _apply_plan(run, anew=True)
+        _print_memory(run, table=True)
+        _print_plan(run, plan)
+        _verify_gradients(run)
         run.display.console.print("Dry run: nothing was trained, and nothing is written.")
 
 
@@ -162,19 +169,21 @@ def _print_start(run: Run) -> None:
         console.print(f"Note: {line}.")
 
 
-def _print_setting(run: Run, plan: Plan | None) -> None:
-    """Print the memory of a training step in every mode, the plan, and how well gradients agree."""
-    if run.accelerator.is_main_process and run.mesh is None:
-        try:
-            with show_status("counting the memory of every mode"):
-                modes = WholeStep(run).measure_modes()
-            run.display.console.print(MemoryTable(*modes))
-        except MissingValueError as error:
-            if run.recipe.train.cuda_graph:
-                raise run.recipe.error("train.cuda_graph", "true", f"false: {error}") from error
-            run.display.console.print(f"Note: memory is not counted. {error}")
-    _print_plan(run, plan)
-    _verify_gradients(run)
+def _print_memory(run: Run, *, table: bool = False) -> None:
+    """Print what a training step takes, as a table in every mode; it is refused where it takes more than there is."""
+    if run.mesh is not None:
+        return
+    try:
+        with show_status("counting memory", shown=run.accelerator.is_main_process):
+            line = call_on_main(run.accelerator, lambda: describe_memory(run))
+            modes = WholeStep(run).measure_modes() if table else None
+    except MissingValueError as error:
+        if run.recipe.train.cuda_graph:
+            raise run.recipe.error("train.cuda_graph", "true", f"false: {error}") from error
+        line, modes = f"Note: memory is not counted. {error}", None
+    run.display.console.print(line)
+    if modes is not None:
+        run.display.console.print(MemoryTable(*modes))
 
 
 def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool = False) -> Summary:
@@ -223,7 +232,8 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
                 run.display.console.print(f"Changed: {path}: {words}.")
             call_on_main(accelerator, lambda: run_folder.write({RECIPE: run.recipe.to_yaml()}))
             save_state(run)
-        return train_epochs(run)
+        with explain_lack_of_memory(run):
+            return train_epochs(run)
 
 
 def _verify_gradients(run: Run) -> None:

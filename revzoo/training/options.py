@@ -13,32 +13,23 @@ from revzoo.bounds import (
     Bound,
     FiniteFloat,
     KeptBits,
+    ModeName,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Probability,
     Rate,
+    Shard,
     UnitInterval,
 )
 from revzoo.data.options import DataOptions
-from revzoo.errors import InputError, SpecError, SpecProblem
-from revzoo.planning.budget import parse_budget
+from revzoo.errors import SpecError, SpecProblem
+from revzoo.planning.amount import is_amount
 from revzoo.planning.solvers import Solver
-from revzoo.runtime.mode import ModeName
-from revzoo.sharding.mesh import Shard
 from revzoo.spec.parsing import NOT_WRITTEN, to_plain
 
-
-def _is_budget(size: int | float | str) -> bool:
-    try:
-        parse_budget(size, "cpu")
-    except InputError:
-        return False
-    return True
-
-
-Budget = Annotated[int | float | str, Bound("bytes, a size such as '8GiB', a share such as '60%', or 'auto'", _is_budget)]
+Budget = Annotated[int | float | str, Bound("bytes, a size such as '8GiB', a share such as '60%', or 'auto'", is_amount)]
 
 
 Tracker = Literal["tensorboard", "mlflow", "wandb", "comet_ml", "aim"]  # names that Accelerate gives them
@@ -187,6 +178,7 @@ class TrainOptions:
             small batches and small networks.
         save_every: updates between two saved states within an epoch; None: a state is saved after every epoch only.
         track: tools that get settings, metrics and pictures: tensorboard, mlflow, wandb, comet_ml, aim.
+        log_every: seconds between two lines within an epoch where there is no terminal, and between two points for trackers.
         save_async: train on while a state is written, from a copy on the host; None: where training is on a GPU.
         keep_states: how many of the newest states are kept; the older ones are for when a newer one is damaged.
         optimizer_in_backward: update each parameter in backward, as soon as its gradient is complete, and free the gradient.
@@ -210,6 +202,7 @@ class TrainOptions:
     save_every: PositiveInt | None = None
     save_async: bool | None = None
     track: tuple[Tracker, ...] = ()
+    log_every: PositiveFloat = 10.0
     keep_states: PositiveInt = 2
     optimizer_in_backward: bool = False
     timeout_seconds: PositiveFloat | None = None

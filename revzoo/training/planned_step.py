@@ -8,6 +8,7 @@ runs have no budget, and only print the table of memory.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,6 +25,7 @@ from revzoo.model.model import Model
 from revzoo.planning.plan import Plan
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.lookahead import LookaheadOption
+from revzoo.runtime.mode import MODES
 from revzoo.training.run import Run
 
 _SCALAR_BYTES = 8 + 4  # the sum of an epoch's losses; a batch's loss, and the same divided by the batches of an update
@@ -34,16 +36,17 @@ class PlannedStep(ABC):
 
     Args:
         run: the run.
+        batch_size: examples of a batch of this process; None: the run's.
     """
 
     present_bytes: int  # on the device already, and part of what a budget is for
     lookahead: LookaheadOption  # that a plan is asked for
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, batch_size: int | None = None):
         self._run = run
         recipe, device = run.recipe, run.accelerator.device
         with seeded(recipe.train.seed):
-            self._batch = run.model.example_input(run.batch_size, "cpu")
+            self._batch = run.model.example_input(batch_size or run.batch_size, "cpu")
             # A language model has one label for each id; the loss flattens them as they are here.
             labels = torch.zeros(self._batch.numel() if run.data.num_classes is None else len(self._batch), dtype=torch.int64)
             targets = run.loss.mix(self._batch.clone(), labels, recipe.train.seed)[1]
@@ -71,10 +74,10 @@ class PlannedStep(ABC):
 class WholeStep(PlannedStep):
     """The step of a process that has the whole network."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, batch_size: int | None = None):
         from revzoo.planning.budget import count_model_bytes
 
-        super().__init__(run)
+        super().__init__(run, batch_size)
         model, optimizer = run.model, run.optimizer
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         averaged = 0 if run.ema is None else count_model_bytes(run.ema.module)
@@ -123,8 +126,8 @@ class WholeStep(PlannedStep):
                 lookahead=plan.lookahead,
             )
 
-    def measure_modes(self) -> tuple[dict[str, MemoryReport], str | None]:
-        """Return the memory of the step in every mode, and the network's present mode; None if its schedule mixes modes."""
+    def measure_modes(self, modes: Sequence[str] = MODES) -> tuple[dict[str, MemoryReport], str | None]:
+        """Return the memory of the step in these modes, and the network's present mode; None if its schedule mixes modes."""
         run = self._run
         with accumulated_gradients(run.model) if self._accumulates else nullcontext():
             return measure_modes(
@@ -134,6 +137,7 @@ class WholeStep(PlannedStep):
                 in_backward=self._updates is not None,
                 loss=self._loss,
                 other_bytes=self._run_bytes,
+                modes=modes,
             )
 
     def _treat_gradients(self) -> AbstractContextManager[None]:

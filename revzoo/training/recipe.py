@@ -12,7 +12,7 @@ from revzoo.spec.schema import Spec
 from revzoo.spec.synonym import TIMM
 from revzoo.spec.tree import YamlNode, apply_overrides, list_places, load_tree, merge
 from revzoo.training.options import TO_BE_NAMED, ModelOptions, Recipe
-from revzoo.training.recipe_check import find_contradictions
+from revzoo.training.recipe_check import find_contradictions, find_optimizer_problems
 
 DEFAULT_RECIPE = "digits"
 _FILE = "config.yaml"  # the recipe in the folder of a run
@@ -61,8 +61,9 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
         if problem.path not in reported
         and (complete or (problem.path != "data.root" and problem.received != repr(TO_BE_NAMED)))
     ]
-    if recipe is None or problems:
+    if problems := problems or list(find_optimizer_problems(tree)):
         raise SpecError(problems)
+    assert recipe is not None
     model = recipe.model
     pretrained = model.pretrained and model.checkpoint is None  # a checkpoint was typed: `find_contradictions`
     recipe = replace(recipe, model=replace(model, name=_absolute_if_folder(model.name), pretrained=pretrained))

@@ -6,7 +6,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from revzoo.checkpoint.index import read_index
 from revzoo.data.options import BUNDLED, TEXTS, UNROTATED, is_own
 from revzoo.errors import SpecProblem, did_you_mean, join_names
 from revzoo.spec.names import model_files
@@ -76,7 +75,6 @@ def _find_unread(name: str) -> set[str]:
 
 def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
     """Yield the problems of values that are each of the right type but do not go together, or that only timm knows."""
-    yield from _find_optimizer_problems(tree)
     if _value(tree, "model.pretrained") is True:
         yield from _find_missing_weights(tree)
     policy = _value(tree, "data.augment.auto_augment")
@@ -165,7 +163,8 @@ def _list_update_rules(get: Callable[[str], Any]) -> list[_Rule]:
     ]
 
 
-def _find_optimizer_problems(tree: YamlNode) -> Iterator[SpecProblem]:
+def find_optimizer_problems(tree: YamlNode) -> Iterator[SpecProblem]:
+    """Yield the problems of the optimizer. timm knows them, which takes seconds to import: other problems are said before."""
     from timm.optim import get_optimizer_info, list_optimizers
 
     opt, optimizers = _node(tree, "optimizer.opt"), [str(name) for name in list_optimizers()]
@@ -180,6 +179,8 @@ def _find_optimizer_problems(tree: YamlNode) -> Iterator[SpecProblem]:
 
 def _find_missing_weights(tree: YamlNode) -> Iterator[SpecProblem]:
     """Yield the problem of a pretrained model that names two places of weights, or has none."""
+    from revzoo.checkpoint.index import read_index  # which imports torch
+
     checkpoint, pretrained, name = (_node(tree, f"model.{key}") for key in ("checkpoint", "pretrained", "name"))
     if _value(tree, "model.checkpoint") is not None:  # typed, it takes the place of the weights that a recipe starts from
         if checkpoint.file != OVERRIDE or pretrained.file == OVERRIDE:

@@ -73,11 +73,16 @@ def _first_coupling(run: Run) -> Iterator[None]:
 
 
 def _find_limit(run: Run, step: PlannedStep) -> int:
-    """Return the budget on this process's device [bytes]. Without GPUs the processes of a machine share its memory."""
-    device, budget = run.accelerator.device, run.recipe.memory.budget
+    """Return the budget on this process's device [bytes]."""
+    budget = run.recipe.memory.budget
     assert budget is not None
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", run.accelerator.num_processes)) if device.type == "cpu" else 1
-    return parse_budget(budget, device, step.present_bytes, sharing=sharing)
+    return parse_budget(budget, run.accelerator.device, step.present_bytes, sharing=count_sharing(run))
+
+
+def count_sharing(run: Run) -> int:
+    """Return how many processes share the memory of this one's device. Without GPUs those of a machine do."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", run.accelerator.num_processes))
+    return processes if run.accelerator.device.type == "cpu" else 1
 
 
 def _make_plan(run: Run, step: PlannedStep, limit: int) -> Plan:

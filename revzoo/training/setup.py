@@ -103,7 +103,7 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
         coupling=coupling,
         progress=progress,
         origin=origin,
-        display=TrainingDisplay(accelerator.is_main_process, options.epochs, data, whole_batch),
+        display=TrainingDisplay(accelerator.is_main_process, options.epochs, data, options.log_every),
         upload=Upload(accelerator, run_folder, options),
         notes=[*prepared_as, *notes],
     )

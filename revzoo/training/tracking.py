@@ -1,6 +1,7 @@
 """What a run measures, sent to TensorBoard, MLflow, Weights & Biases, Comet or Aim by Accelerate's trackers.
 
-Each gets the settings of the recipe as parameters, and the metrics of every epoch under the names of metrics.jsonl.
+Each gets the settings of the recipe as parameters, and under the names of metrics.jsonl the metrics of every epoch and, between
+them, loss and learning rate. Their steps are updates.
 """
 
 import logging
@@ -40,8 +41,8 @@ def open_trackers(accelerator: Accelerator, recipe: Recipe, folder: Path) -> Ite
 
 
 def log_record(accelerator: Accelerator, record: dict[str, Any]) -> None:
-    """Send the metrics of an epoch. A tracker whose server fails must not end a training of days."""
+    """Send what was measured by an update. A tracker whose server fails must not end a training of days."""
     try:
-        accelerator.log(record, step=record["epoch"])
+        accelerator.log(record, step=record["updates"])
     except Exception as error:  # of a tool of others, which may raise anything
-        _logger.warning("A tracker fails (%s: %s). metrics.jsonl has epoch %s.", type(error).__name__, error, record["epoch"])
+        _logger.warning("A tracker fails (%s: %s). metrics.jsonl has every epoch.", type(error).__name__, error)

@@ -24,6 +24,9 @@ def test_a_line_says_what_is_done(capsys, monkeypatch):
     assert printed != ""
 
 
-def test_without_a_terminal_nothing_is_said(capsys):
+def test_without_a_terminal_a_line_is_printed_now_and_then(capsys, monkeypatch):
     assert zoo_cli.main(COMMAND) == 0
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == ""  # it took no ten seconds
+    monkeypatch.setattr("revzoo.display.console._TELL_EVERY", 0.01)
+    assert zoo_cli.main(COMMAND) == 0
+    assert f"{WORDS} ...\n" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def test_a_dry_run_stops_before_the_first_step(run, tmp_path, monkeypatch):
 
 
 def test_a_network_that_cannot_be_counted_is_trained(run, tmp_path, monkeypatch):
-    def fail(step):
+    def fail(step, modes):
         raise MissingValueError("Bytes are counted without values.")
 
     monkeypatch.chdir(tmp_path)

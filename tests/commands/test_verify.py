@@ -1,5 +1,8 @@
 """`revzoo verify`: status 0 for a model that is safe to train, 1 for one that is not."""
 
+import re
+
+import pytest
 import torch
 
 import revzoo
@@ -42,3 +45,13 @@ def test_a_run_is_verified_with_its_weights(monkeypatch, run, tmp_path):
     run("verify", str(tmp_path))
     own = model.state_dict()
     assert all(torch.equal(own[key], tensor) for key, tensor in verified[0].state_dict().items())
+
+
+@pytest.mark.parametrize("command", [["verify"], ["numerics"], ["profile"], ["plan", "--budget", "1TiB"]])
+def test_a_batch_that_does_not_fit_is_refused_before_anything_is_allocated(command, capsys):
+    assert zoo_cli.main([*command, "rev_vit_digits", "stages.0.depth=1", "--batch", "100000000"]) == 2
+    error = capsys.readouterr().err
+    fitting = re.fullmatch(
+        r"revzoo: A step of 100000000 examples takes .* TiB, and .* are free\. What fits: --batch (\d+)\.\n", error
+    )
+    assert 10 < int(fitting[1]) < 10**8

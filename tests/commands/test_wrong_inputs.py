@@ -1,6 +1,7 @@
 """Wrong inputs of every kind: status 2, one message without a traceback that names the culprit and the remedy."""
 
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -169,3 +170,21 @@ def test_system_errors_are_reported_without_a_traceback(refused, monkeypatch):
     message = refused("list")
     assert "specs/a.yaml" in message
     assert "Change its permissions" in message
+
+
+def test_typos_are_answered_before_torch_is_imported():
+    commands = (
+        "train image",
+        "train digits train.epoch=3",
+        "train digits train.epochs=0",
+        "train digits model=rev_vit_digit",
+        "train digits memory.budget=lots",
+        "show rev_vit_digit",
+        "verify rev_vit_digit",
+        "profile rev_vit_digit",
+        "plan rev_vit_digit --budget 1GiB",
+        "eval nothing",
+    )
+    code = f"import sys, zoo_cli\nfor words in {commands}: print(zoo_cli.main(words.split()), 'torch' in sys.modules, words)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == [f"2 False {words}" for words in commands]

@@ -25,7 +25,6 @@ from revzoo.planning.plan import Plan
 from revzoo.training import epochs, loop
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.options import Recipe
-from revzoo.training.planned_step import WholeStep
 from revzoo.training.recipe import load_recipe
 from revzoo.training.run import Run
 
@@ -114,7 +113,7 @@ def work(rank: int, processes: int, folder: Path, cases: dict[str, Case]) -> Non
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "0"  # not used: the group is made here
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
-    WholeStep.measure_modes, loop.describe_gradients = lambda step: ({}, None), lambda run: ""  # what is only printed
+    loop.describe_memory = loop.describe_gradients = lambda run: ""  # what is only printed
     budget._read_memory = lambda device: (MEMORY, MEMORY * (1 if rank else 2))  # the main process sees more
     for name, case in cases.items():
         os.environ["LOCAL_WORLD_SIZE"] = str(processes // 2 if name == "hybrid" else processes)

@@ -13,7 +13,6 @@ from PIL import Image
 
 from revzoo.training import loop
 from revzoo.training.loop import resume, train
-from revzoo.training.planned_step import WholeStep
 from revzoo.training.recipe import load_recipe
 from revzoo.training.run_folder import RunFolder
 
@@ -57,7 +56,7 @@ def read_records(folder: Path) -> list[dict]:
 def test_two_processes_share_the_examples(name, tmp_path, write_tar, monkeypatch, launch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache", raising=False)
-    monkeypatch.setattr(WholeStep, "measure_modes", lambda step: ({}, None))  # which takes longer than these runs
+    monkeypatch.setattr(loop, "describe_memory", lambda run: "")  # which takes longer than these runs
     monkeypatch.setattr(loop, "describe_gradients", lambda run: "")
     root = tmp_path / "data"
     write_tars(root, write_tar) if name == "wds" else write_dataset(root)

@@ -26,7 +26,6 @@ from revzoo.sharding.mesh import count_shards, make_mesh
 from revzoo.sharding.shard import list_gathered, shard_
 from revzoo.training import loop, make_network
 from revzoo.training.evaluate_checkpoint import evaluate_checkpoint
-from revzoo.training.planned_step import WholeStep
 from revzoo.training.processes import follow_launcher
 from revzoo.training.recipe import load_recipe
 
@@ -130,7 +129,7 @@ def fail_in_one(rank: int, folder: Path) -> dict[str, Any]:
 def work(rank: int, processes: int, folder: Path, quick: bool) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "0"  # not used: the group is made here
-    WholeStep.measure_modes, loop.describe_gradients = lambda step: ({}, None), lambda run: ""  # what is only printed
+    loop.describe_memory = loop.describe_gradients = lambda run: ""  # what is only printed
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     for name, (_, nodes, case, how) in (QUICK if quick else SLOW).items():
         os.environ["LOCAL_WORLD_SIZE"] = str(processes // nodes)
@@ -169,8 +168,7 @@ def run_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
     def run(case: str) -> Path:
         with pytest.MonkeyPatch.context() as patch:  # what is only printed
-            patch.setattr(loop, "MemoryTable", lambda *_: "")
-            patch.setattr(WholeStep, "measure_modes", lambda step: ({}, None))
+            patch.setattr(loop, "describe_memory", lambda run: "")
             return loop.train(load(case, 1), tmp_path_factory.mktemp("alone") / "run").folder
 
     return cache(run)

@@ -1,6 +1,7 @@
 """What a budget means in bytes, and what is none."""
 
 import math
+import resource
 
 import psutil
 import pytest
@@ -48,7 +49,7 @@ def test_auto_is_nine_tenths_of_what_is_free_and_what_the_model_holds(memory):
 
 
 def test_the_memory_of_a_cpu_is_the_machines():
-    assert parse_budget("50%", "meta") == psutil.virtual_memory().total // 2
+    assert parse_budget("50%", "meta") == budget._read_memory("cpu")[1] // 2 <= psutil.virtual_memory().total // 2
     assert 0 < free_bytes(torch.device("cpu")) <= psutil.virtual_memory().total
 
 
@@ -75,3 +76,31 @@ def test_a_device_whose_memory_is_unknown():
     ):
         parse_budget("50%", "mps")
     assert parse_budget("8GiB", "mps") == 2**33
+
+
+def test_limits_of_control_groups(tmp_path):
+    """Of both versions of control groups, of every group around the process; cached files are free, "max" is no limit."""
+
+    def write(folder, names, *sizes):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, size in zip(names, sizes, strict=True):
+            (folder / name).write_text(f"{size}\n")
+
+    new, old = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    write(tmp_path / "job", (*new, "memory.stat"), 1000, 700, "anon 600\ninactive_file 50")
+    write(tmp_path / "job" / "step", (*new, "memory.stat"), "max", 700, "inactive_file 50")
+    write(tmp_path / "memory", (*old, "memory.stat"), 500, 490, "total_inactive_file 90")
+    groups = tmp_path / "cgroup"
+    groups.write_text("5:devices:/\n4:memory:/elsewhere\n0::/job/step\n")
+    assert list(budget._read_group_limits(tmp_path, groups)) == [(100, 500), (350, 1000)]
+    assert list(budget._read_group_limits(tmp_path, tmp_path / "none")) == []
+
+
+def test_a_limit_of_the_process():
+    before, limit = resource.getrlimit(resource.RLIMIT_AS), psutil.Process().memory_info().vms + (1 << 34)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        assert parse_budget("100%", "cpu") <= limit
+        assert free_bytes("cpu") <= 1 << 34
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

@@ -16,12 +16,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from revzoo.training import epochs, loop
-from revzoo.training.planned_step import WholeStep
 from tests.training.runs import RANDOM, make_recipe
 
 _SHOWN = [
     (module, name, getattr(module, name))
-    for module, name in ((WholeStep, "measure_modes"), (loop, "describe_gradients"), (epochs, "plot_curves"))
+    for module, name in ((loop, "describe_memory"), (loop, "describe_gradients"), (epochs, "plot_curves"))
 ]
 # Trains as `revzoo train` does, and sends itself a signal when it has written the metrics of an epoch.
 SIGNALLED = """
@@ -41,7 +40,7 @@ sys.exit(zoo_cli.main(["train", *sys.argv[3:]]))
 def _nothing_shown() -> Iterator[None]:
     """Leave out the table of memory, verifying and the curves, which take longer than a small run; `shown` puts them back."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WholeStep, "measure_modes", lambda step: ({}, None))
+        patch.setattr(loop, "describe_memory", lambda run: "")
         patch.setattr(loop, "describe_gradients", lambda run: "")
         patch.setattr(epochs, "plot_curves", lambda records, path: path.write_bytes(b""))
         yield

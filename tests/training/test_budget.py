@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from revzoo.errors import BudgetError, PlanError, SpecError
-from revzoo.planning import planner
+from revzoo.planning import budget, planner
 from revzoo.planning.plan import Plan
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.training import epochs, loop
@@ -257,3 +257,26 @@ def test_look_ahead_without_a_budget_is_the_recipes(lookahead, said, tmp_path, c
     printed = capsys.readouterr().out
     assert said in printed
     assert printed.count("Look-ahead: ") == bool(said)
+
+
+def test_a_step_that_does_not_fit_is_refused_with_what_does(tmp_path, shown, monkeypatch):
+    """What the error names trains; nothing is left of the run that was refused."""
+    monkeypatch.chdir(tmp_path)
+    settings = ["model.schedule=store", "data.batch_size=1442", f"model.overrides=[{SMALL},stages.0.depth=4]"]
+    monkeypatch.setattr(budget, "_read_memory", lambda device: (40 * 2**20, 80 * 2**20))
+    with pytest.raises(BudgetError, match=r"1442 examples takes .* MiB, and .* are free. What fits: memory") as refused:
+        loop.train(make_recipe(*settings))
+    assert list(tmp_path.iterdir()) == []
+    for setting in str(refused.value).partition("What fits: ")[2].rstrip(".").split(", or "):
+        loop.preview(make_recipe(*settings, setting))
+
+
+def test_memory_that_runs_out_is_answered_in_the_same_way(tmp_path, monkeypatch):
+    def fail(run, *_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(epochs, "train_batch", fail)
+    with pytest.raises(
+        BudgetError, match=r"takes .*, and memory ran out \(CUDA out of memory\). What fits: .*data.batch_size=\d"
+    ):
+        loop.train(make_recipe("model.schedule=store"), tmp_path / "run")

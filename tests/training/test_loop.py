@@ -31,7 +31,7 @@ def test_overfits_eight_samples(image_folder, tmp_path):
 def test_run_folder(tmp_path, shown, capsys):
     summary = train(make_recipe(), tmp_path / "run")
     out = capsys.readouterr().out
-    assert out.count("activations at the peak") == out.count("epoch 1/2 ") == out.count("epoch 2/2 ") == 1
+    assert out.count("\nMemory: a step takes ") == out.count("epoch 1/2 ") == out.count("epoch 2/2 ") == 1
     assert out.endswith(f"{summary}\n")
     parameters = sum(tensor.numel() for tensor in load_file(tmp_path / "run" / "last.safetensors").values())
     start = f"rev_vit_digits: {parameters:,} parameters on cpu; 1,442 images for training, 355 for testing, 10 classes\n"
@@ -105,8 +105,17 @@ def test_bf16(tmp_path):
 def test_divergence_is_explained_and_has_a_status_of_its_own(tmp_path, capsys):
     far = ["optimizer.opt=sgd", "optimizer.lr=1e30", "schedule.warmup_epochs=0"]
     assert zoo_cli.main(["train", "digits", *FAST, *far, "--out", str(tmp_path / "run")]) == DivergedError.exit_status == 3
-    assert re.search(r"loss is nan in epoch 1, by update 4; .*smaller optimizer.lr \(it is 1e\+30\)", capsys.readouterr().err)
+    assert re.search(r"loss is nan in epoch 1, by update 2; .*smaller optimizer.lr \(it is 1e\+30\)", capsys.readouterr().err)
     assert (tmp_path / "run" / "state" / "00000-0000000").is_dir()
+
+
+@pytest.mark.filterwarnings("ignore:Rounding takes")
+def test_states_that_are_lost_in_a_divergence_are_no_other_error(tmp_path):
+    """The loss is finite, 1e8, and the states are too large for their digits."""
+    with pytest.raises(
+        DivergedError, match=r"loss is [\d.e+]+, and states are lost to rounding, in epoch 1, by update \d; .*lr"
+    ):
+        train(make_recipe("optimizer.lr=1e4", "schedule.warmup_epochs=0"), tmp_path / "run")
 
 
 @pytest.mark.parametrize(("file", "name"), [("mine.yaml", "mine"), ("runs/vit/config.yaml", "vit"), ("config.yaml", "config")])

@@ -21,7 +21,7 @@ def test_tensorboard(tmp_path):
     assert len(records) == 2
     for name in records[0]:
         points = [(event.step, event.value) for event in events.Scalars(name)]
-        assert points == [(record["epoch"], pytest.approx(record[name])) for record in records]
+        assert points == [(record["updates"], pytest.approx(record[name])) for record in records]
     (settings,) = (run / "tensorboard" / "revzoo").glob("*/hparams.yml")
     assert "optimizer.lr: 0.003" in settings.read_text()
 

@@ -1,0 +1,78 @@
+"""The memory of a run's training step: counted before the first one, which is refused where it takes more than there is."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from traceback import clear_frames
+
+from revzoo.analysis.dry_run import memory_errors
+from revzoo.analysis.step_memory import AS_IT_IS
+from revzoo.device import forget_peak
+from revzoo.errors import BudgetError
+from revzoo.format import format_bytes
+from revzoo.planning.budget import parse_budget
+from revzoo.planning.fit import explain_shortage, require_fit
+from revzoo.runtime.mode import MODES, Mode
+from revzoo.training.planned_step import WholeStep
+from revzoo.training.run import Run
+from revzoo.training.run_plan import count_sharing
+
+_BATCH = "data.batch_size="
+
+
+def describe_memory(run: Run) -> str:
+    """Return a line on what a step of the whole network takes.
+
+    Raises:
+        BudgetError: it takes more than is free; the error says what fits.
+        MissingValueError: the network asks for values, so it cannot be counted.
+    """
+    step = WholeStep(run)
+    reports, _ = step.measure_modes((AS_IT_IS, Mode.STORE))
+    peak = reports[AS_IT_IS].peak_bytes
+    require_fit(
+        lambda size: _count(run, size),
+        run.batch_size,
+        run.accelerator.device,
+        _BATCH,
+        taken=peak,
+        present_bytes=step.present_bytes,
+        sharing=count_sharing(run),
+        others=lambda limit: _suggest_budget(run, limit),
+    )
+    stored = reports.get(Mode.STORE, reports[AS_IT_IS]).peak_bytes
+    saved = f" ({format_bytes(stored)} with everything stored: {1 - peak / stored:.0%} less)" if peak < stored else ""
+    return f"Memory: a step takes {format_bytes(peak)}{saved}."
+
+
+@contextmanager
+def explain_lack_of_memory(run: Run) -> Iterator[None]:
+    """Raise BudgetError, which says what would fit, where a step of the whole network finds too little memory."""
+    try:
+        with memory_errors():
+            yield
+    except MemoryError as error:
+        if run.mesh is not None:
+            raise
+        for each in filter(None, (error, error.__cause__)):
+            clear_frames(each.__traceback__)  # which hold what the step has allocated
+        size, device = run.batch_size, run.accelerator.device
+        forget_peak(device)
+        taken = _count(run, size)
+        limit = min(parse_budget("auto", device, WholeStep(run).present_bytes, sharing=count_sharing(run)), taken * 9 // 10)
+        free = f"memory ran out ({str(error).partition('. ')[0]})"
+        others = _suggest_budget(run, limit)
+        raise BudgetError(explain_shortage(lambda size: _count(run, size), size, _BATCH, limit, free, others, taken)) from error
+
+
+def _count(run: Run, size: int) -> int:
+    """Return the bytes of a step with the run's schedule and another batch size. Mixup takes pairs."""
+    size += size % 2 if run.recipe.mixup else 0
+    return WholeStep(run, size).measure_modes((AS_IT_IS,))[0][AS_IT_IS].peak_bytes
+
+
+def _suggest_budget(run: Run, limit: int) -> list[str]:
+    """Return the setting that lets the planner decide, where some uniform schedule is within the limit: then one is a plan."""
+    if run.recipe.memory.budget is not None:
+        return []
+    peaks = [report.peak_bytes for report in WholeStep(run).measure_modes(MODES)[0].values()]
+    return ["memory.budget=auto"] if len(peaks) > 1 and min(peaks) <= limit else []
