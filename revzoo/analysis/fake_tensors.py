@@ -114,7 +114,8 @@ class FakeMode(FakeTensorMode):
         if func in _NORMS and args[0].device.type == "cpu":
             dtypes = {t.dtype for t in args[1:] if isinstance(t, Tensor)}
             y, *statistics = out
-            return _lay_out(func, y, args[0]), *(t.to(torch.float32) if torch.float32 in dtypes - {t.dtype} else t for t in statistics)
+            statistics = [t.to(torch.float32) if torch.float32 in dtypes - {t.dtype} else t for t in statistics]
+            return _lay_out(func, y, args[0]), *statistics
         if func in _NORMS_BACKWARD and args[0].device.type == "cpu":
             dx, *others = out
             is_wanted, *_ = (kwargs or {}).get("output_mask", args[-1])
