@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -70,7 +71,13 @@ _LSTM_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 _LSTM_LAYER_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 _LAST_OFFSET = 7  # whether the offsets of bags contain the end of the last one
 _EMBEDDING_BAGS = {torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default}
+_MEAN_LOSSES = {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default}
 _GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
+_NORMS_BACKWARD = {
+    torch.ops.aten.native_batch_norm_backward.default,
+    torch.ops.aten.native_layer_norm_backward.default,
+    _GROUP_NORM_BACKWARD,
+}
 
 
 class FakeKernelError(RuntimeError):
@@ -78,13 +85,16 @@ class FakeKernelError(RuntimeError):
 
 
 class FakeMode(FakeTensorMode):
-    """One under which norms, LSTMs and bags of embeddings on a CPU return what their kernels do, and views take less time.
+    """One under which norms, LSTMs, bags of embeddings and losses return what their kernels do, and views take less time.
 
     With an input in half precision and weights in float32, norms compute statistics in float32, and a gradient of the input in
-    half precision. Under PyTorch's mode it is the other way round.
+    half precision. Under PyTorch's mode it is the other way round. It also gives results the strides of another argument. The
+    layout decides what later operations copy.
 
     oneDNN's layer of an LSTM saves gates and states in a workspace, most of what it keeps, which is empty under PyTorch's mode.
     Only oneDNN knows its size, so each layer is computed once, with zeros.
+
+    Losses of squares keep the memory of all elements for the number that they return.
 
     PyTorch's mode looks every operation up in a cache. For a view, of which a step has more than of all else, that takes
     four times as long as the view itself.
@@ -104,10 +114,15 @@ class FakeMode(FakeTensorMode):
         if func in _NORMS and args[0].device.type == "cpu":
             dtypes = {t.dtype for t in args[1:] if isinstance(t, Tensor)}
             y, *statistics = out
-            return y, *(t.to(torch.float32) if torch.float32 in dtypes - {t.dtype} else t for t in statistics)
-        if func is _GROUP_NORM_BACKWARD and args[0].device.type == "cpu":
+            statistics = [t.to(torch.float32) if torch.float32 in dtypes - {t.dtype} else t for t in statistics]
+            return _lay_out(func, y, args[0]), *statistics
+        if func in _NORMS_BACKWARD and args[0].device.type == "cpu":
             dx, *others = out
-            return (None if dx is None else dx.to(args[1].dtype)), *others
+            is_wanted, *_ = (kwargs or {}).get("output_mask", args[-1])
+            dx = dx.to(args[1].dtype) if is_wanted and func is _GROUP_NORM_BACKWARD else dx
+            return _lay_out(func, dx, args[1]) if is_wanted else None, *others
+        if func in _MEAN_LOSSES and not out.dim():
+            return out.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel() or 1)[0]
         if func is _LSTM_LAYER:
             *results, workspace = out
             return *results, workspace.new_empty(_compute_workspace_size(*map(_describe, args)))
@@ -124,6 +139,12 @@ class FakeMode(FakeTensorMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+def _lay_out(norm: Any, t: Tensor, x: Tensor) -> Tensor:
+    """Return the result of a norm as kernels of the CPU lay it out: channels last where the input has them there."""
+    has_channels = norm.overloadpacket not in (torch.ops.aten.native_layer_norm, torch.ops.aten.native_layer_norm_backward)
+    return t.contiguous(memory_format=suggest_memory_format(x) if has_channels else torch.contiguous_format)
 
 
 def _shorten(t: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ _STATISTICS = {
     F.instance_norm: (1, True),
     torch.instance_norm: (3, True),
 }
-_ROOT = re.compile(r"^\w\['\w+'\]\.?")  # how the compiler calls the captured module
+_ROOT = re.compile(r"^\w\['\w+'\]\.?|\.?__dict__\['_modules'\]")  # how the compiler calls the captured module and its parts
 _INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
 _INPUTS = ("placeholder", "get_attr")
 Calls = Sequence[Sequence[tuple[Node, Callable[[Mapping[Node, Any]], Any]]]]  # by atom

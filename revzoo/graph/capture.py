@@ -92,7 +92,7 @@ class Capture:
         self._runner = capture_calls(module, self._take)
         with LiveBytesOfReplacedCalls() as self._made:  # in the first run
             self._made.watch(self.tensors)
-            require_results(module, self._run(self._runner))
+            require_results(module, self.run(self._note_and_run))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -105,32 +105,35 @@ class Capture:
         """The number of atoms of the whole forward."""
         return sum(len(each.atoms) + 1 for each in self.calls) + 1
 
-    def run(self, run_graph: RunGraph | None) -> Any:
+    def run(self, run_graph: RunGraph) -> Any:
         """Call the module and return what it returns.
 
         Args:
-            run_graph: runs a call of a graph, given as its place in `calls`, with its inputs; None runs the module's own code.
+            run_graph: runs a call of a graph, given as its place in `calls`, with its inputs.
         Raises:
             InputError: the module calls other graphs than at first.
         """
-        for each in self.tensors:
-            each.grad = None
-        if run_graph is None:
-            return self._run(self.module)
         self._run_graph = run_graph
-        return self._run(self._runner)
+        outputs = self._run(self._runner)
+        if self._position != len(self.calls):
+            raise self._differs()
+        return outputs
+
+    def run_own_code(self) -> Any:
+        """Call the module without its graphs and return what it returns."""
+        return self._run(self.module)
 
     def run_step(
-        self, run_graph: RunGraph | None, loss: LossFunction | None, end_forward: Callable[[], object] = lambda: None
+        self, forward: Callable[[], Any], loss: LossFunction | None, end_forward: Callable[[], object] = lambda: None
     ) -> None:
         """Run forward, loss and backward.
 
         Args:
-            run_graph: as for `run`.
-            loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
+            forward: returns what the module returns.
+            loss: computes the loss from that; None is a sum, which keeps nothing for backward.
             end_forward: called where forward ends.
         """
-        outputs = self.run(run_graph)
+        outputs = forward()
         end_forward()
         total = compute_loss(loss, outputs)
         del outputs
@@ -138,15 +141,14 @@ class Capture:
             total.backward()
 
     def _run(self, runner: Callable[..., Any]) -> Any:
+        for each in self.tensors:
+            each.grad = None
         torch_streams, rewind_python_streams = self._random
         torch_streams.rewind()  # every run draws the same numbers
         rewind_python_streams()
         torch.clear_autocast_cache()  # every run casts the weights
         self._position = 0
-        outputs = call(runner, self._batch)
-        if runner is not self.module and self._position != len(self.calls):
-            raise self._differs()
-        return outputs
+        return call(runner, self._batch)
 
     def _take(self, graph: GraphModule, _: Sequence[Any]) -> Runner:
         def run(*given: Any) -> Any:
@@ -229,7 +231,7 @@ def capture(module: nn.Module, batch: Any, *, with_values: bool = False) -> Iter
             "them what to compute. Give module and batch values, or plan a submodule that reads none."
         )
     with isolated(module, batch) as own_batch:
-        with explain_failures(module, batch):
+        with explain_failures(module, own_batch):
             captured = Capture(module, own_batch, [_COMPUTED])
         yield captured
 

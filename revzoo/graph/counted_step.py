@@ -9,7 +9,6 @@ from revzoo.analysis.dry_run import LossFunction
 from revzoo.analysis.flops import FLOPS_PER_BYTE, FlopCounterOfReplacedCalls
 from revzoo.graph.call_times import CallTimes
 from revzoo.graph.capture import Capture
-from revzoo.graph.front import Front
 from revzoo.graph.recovery import Observer, Slot
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Spans
@@ -18,7 +17,6 @@ from revzoo.runtime.live_bytes import LiveBytes, LiveBytesOfReplacedCalls
 
 PhaseKind = Literal["forward", "loss", "recovery", "backward"]
 _BACKWARD = 2  # the work of a call's backward, over that of its forward
-_POINTS = 32  # of a front: enough for a smooth curve
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ def count_step(captured: Capture, spans: Spans, loss: LossFunction | None = None
     with flops, live:
         live.watch(captured.tensors)
         tracer.note("forward", 0)
-        captured.run_step(run_graph, loss, lambda: tracer.note("loss", -1))
+        captured.run_step(lambda: captured.run(run_graph), loss, lambda: tracer.note("loss", -1))
     starts = {atom: at for kind, atom, at in tracer.events if kind in ("forward", "loss")}
     backward = min((at for kind, _, at in tracer.events if kind == "backward"), default=live.now())
     kept = live.alive_by_birth([*starts.values()], (), backward)
@@ -171,21 +169,20 @@ def count_own_peak(captured: Capture, loss: LossFunction | None = None) -> int:
     """Return the peak of a training step of the module's own code: it holds its local variables until it returns."""
     with LiveBytes() as live:
         live.watch(captured.tensors)
-        captured.run_step(None, loss)
+        captured.run_step(captured.run_own_code, loss)
     return live.peak()
 
 
 def describe_step(
-    counted: SpannedStep, step: Record, front: Front | None, *, other_bytes: int, more_flops: int, times: CallTimes | None
+    counted: SpannedStep, step: Record, front: Sequence[FrontPoint], other_bytes: int, times: CallTimes | None
 ) -> PlanDetails:
-    """Return the phases and calls of a counted step, and peak and work of the plans for other budgets.
+    """Return the phases and calls of a counted step, next to the plans for other budgets.
 
     Args:
         counted: with the chosen spans.
         step: the record of the module.
-        front: peak and work of the best plan for each budget; None where nothing was searched.
+        front: the plans for other budgets.
         other_bytes: alive during the whole step, besides what the record knows.
-        more_flops: of storing everything here than where chains store too.
         times: of the calls.
     """
     made, needed = [0] * len(step.atoms), [0] * len(step.atoms)
@@ -209,20 +206,4 @@ def describe_step(
         CallDetails(atom.name, flops, kept := counted.kept.get(i, 0), max(0, need - kept), reruns.count(i))
         for i, (atom, flops, need) in enumerate(zip(step.atoms, step.flops, needed, strict=True))
     )
-    if front is None:
-        seconds = None if times is None else 0.0
-        points: tuple[FrontPoint, ...] = (FrontPoint(counted.peak_bytes + other_bytes, more_flops, seconds),)
-    else:
-        points = _list_front(front, other_bytes, more_flops, times)
-    return PlanDetails(tuple(calls), tuple(phases), points, step.fixed_bytes + other_bytes)
-
-
-def _list_front(front: Front, other_bytes: int, more_flops: int, times: CallTimes | None) -> tuple[FrontPoint, ...]:
-    points = front.list_points()
-    rows = []
-    for k in sorted({round(i * (len(points) - 1) / (_POINTS - 1)) for i in range(_POINTS)}):
-        peak, _ = points[k]
-        chosen = front.choose(peak) or ()
-        seconds = None if times is None else sum(option.made for option in chosen) / 1e9
-        rows.append(FrontPoint(peak + other_bytes, sum(option.flops for option in chosen) + more_flops, seconds))
-    return tuple(rows)
+    return PlanDetails(tuple(calls), tuple(phases), tuple(front), step.fixed_bytes + other_bytes)

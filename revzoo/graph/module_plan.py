@@ -7,10 +7,10 @@ module that matches the planned one runs as planned; any other call stores every
 import gc
 import itertools
 import json
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from difflib import SequenceMatcher
 from pathlib import Path
 from threading import local
 from typing import Any
@@ -66,7 +66,7 @@ class GraphPlan:
         """Return the plan that these spans of a graph are."""
         return cls(
             digest=digest,
-            atoms=tuple(tuple(node.name for node in atom.nodes) for atom in spans.atoms),
+            atoms=tuple(map(_list_names, spans.atoms)),
             drawing=tuple(i for i, atom in enumerate(spans.atoms) if atom.draws),
             fixed=tuple(i for i, atom in enumerate(spans.atoms) if not atom.is_repeatable),
             ends=tuple(spans.ends),
@@ -91,15 +91,13 @@ class GraphPlan:
 
         Its gradients are the same however it is cut. Its peak is near that of the plan, since both have most calls in common.
         """
-        names = [tuple(node.name for node in atom.nodes) for atom in atoms]
-        blocks = SequenceMatcher(None, self.atoms, names, autojunk=False).get_matching_blocks()
-        place = {block.a + i: block.b + i for block in blocks for i in range(block.size)}
+        place = {names: i for i, names in enumerate(map(_list_names, atoms)) if names in self.atoms}
         if not self.ends or 2 * len(place) < len(atoms):
             return None
-        ends = {max(place[i] for i in place if i < end) + 1 for end in self.ends if any(i < end for i in place)}
+        ends = {place[names] + 1 for end in self.ends if (names := self.atoms[end - 1]) in place}
         kept = {node for atom in atoms for node in atom.makes if node.name in self.kept or not atom.is_repeatable}
-        inside = frozenset(place[i] for i in self.kept_inside if i in place)
-        return Spans(atoms, sorted({*ends, len(atoms)}), frozenset(kept), inside)
+        inside = {place[names] for i in self.kept_inside if (names := self.atoms[i]) in place}
+        return Spans(atoms, sorted({*ends, len(atoms)}), frozenset(kept), frozenset(inside))
 
 
 @dataclass(frozen=True)
@@ -289,16 +287,12 @@ class _PlannedCall:
         else:
             with _disable_current_modes():  # one that counts what the step allocates would count this, too
                 atoms = split_into_atoms(graph, inputs)
-            spans = self._carry_over(atoms)
+            names = set(map(_list_names, atoms))
+            similar = max(self._plans, key=lambda plan: len(names.intersection(plan.atoms)), default=None)
+            if similar is None or any(map(is_sharded, self._module.parameters())):  # what gathers them is freed after forward
+                return graph.forward
+            spans = similar.carry_over(atoms)
         return graph.forward if spans is None else SpannedGraph(graph, spans)
-
-    def _carry_over(self, atoms: Sequence[Atom]) -> Spans | None:
-        """Return spans of a graph that was not planned, from the plan of the most similar one."""
-        if any(map(is_sharded, self._module.parameters())):  # what they are gathered into is freed after forward
-            return None
-        names = {node.name for atom in atoms for node in atom.nodes}
-        plan = max(self._plans, key=lambda each: sum(name in names for atom in each.atoms for name in atom), default=None)
-        return None if plan is None else plan.carry_over(atoms)
 
     def _warn_of_difference(self, received: str = "") -> None:
         self._warn(
@@ -317,7 +311,14 @@ class _PlannedCall:
     def _warn(self, message: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(message, stacklevel=4)
+            level, frame = 4, sys._getframe()  # of who calls the module, three above this object's call
+            while frame.f_back is not None and frame.f_code is not _PlannedCall.__call__.__code__:
+                level, frame = level + 1, frame.f_back
+            warnings.warn(message, stacklevel=level)
+
+
+def _list_names(atom: Atom) -> tuple[str, ...]:
+    return tuple(node.name for node in atom.nodes)
 
 
 def _freeze(value: Any) -> Any:

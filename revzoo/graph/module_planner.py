@@ -19,7 +19,7 @@ from revzoo.errors import BudgetError, join_names
 from revzoo.format import format_bytes
 from revzoo.graph.call_times import CallTimes, assign_times, measure_graphs
 from revzoo.graph.capture import Capture, capture
-from revzoo.graph.counted_step import PlanDetails, SpannedStep, count_own_peak, count_step, describe_step
+from revzoo.graph.counted_step import FrontPoint, PlanDetails, SpannedStep, count_own_peak, count_step, describe_step
 from revzoo.graph.front import Front, find_front
 from revzoo.graph.module_plan import GraphPlan, ModulePlan, set_schedules
 from revzoo.graph.progress import Report, keep_silent
@@ -31,6 +31,7 @@ from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.mode import Mode
 
 Schedules = Mapping[str, list[Mode]]
+_POINTS = 32  # of a front that is shown: enough for a smooth curve
 
 
 def plan_module(
@@ -197,14 +198,14 @@ class _Planner:
             BudgetError: no plan fits.
         """
         if budget is None:
-            most_flops = sum(self.base.flops) - (self.step.total_flops - self.base.total_flops)
+            most_flops = sum(self.base.flops) - self._more_flops
             if most_flops < 0:
                 return None
             spans = self.front.make_spans(self.front.choose_least(most_flops))
             counted = count_step(self.captured, spans, self.loss)
-            return self._make_plan(spans, counted, self._add_optimizer(counted.peak_bytes), self.front)
+            return self._make_plan(spans, counted, self._add_optimizer(counted.peak_bytes))
         if self.stored_peak > budget:
-            return self._make_plan(*self._fit(budget), budget, self.front)
+            return self._make_plan(*self._fit(budget), budget)
         atoms = self.step.atoms
         stored = replace(Spans.keep_all(atoms), ends=[*self.step.walls, len(atoms)])
         counted = count_step(self.captured, stored, self.loss)
@@ -212,10 +213,11 @@ class _Planner:
         if not self.schedules:  # then such a plan leaves the module as it is
             peak = self._add_optimizer(count_own_peak(self.captured, self.loss))
             if peak > budget:
-                return self._make_plan(stored, counted, budget, None)
+                return self._make_plan(stored, counted, budget, is_searched=False)
         notes = [f"Everything is stored: the budget is above the {format_bytes(peak)} that this takes."]
         nothing = Spans(atoms, (), frozenset(), frozenset())  # is recovered
-        plan, details = self._make_plan(nothing, counted, budget, None, notes if self.base is self.step else [])
+        notes = notes if self.base is self.step else []
+        plan, details = self._make_plan(nothing, counted, budget, notes, is_searched=False)
         return replace(plan, peak_bytes=peak), details
 
     @property
@@ -231,6 +233,21 @@ class _Planner:
     @property
     def least_peak(self) -> int:
         return self._add_optimizer(self.front.list_points()[0][0])
+
+    def _list_front(self) -> list[FrontPoint]:
+        peaks = [peak for peak, _ in self.front.list_points()]
+        rows = []
+        for k in sorted({round(i * (len(peaks) - 1) / (_POINTS - 1)) for i in range(_POINTS)}):
+            chosen = self.front.choose(peaks[k]) or ()
+            seconds = None if self.times is None else sum(option.made for option in chosen) / 1e9
+            flops = sum(option.flops for option in chosen) + self._more_flops
+            rows.append(FrontPoint(peaks[k] + self.optimizer.state, flops, seconds))
+        return rows
+
+    @property
+    def _more_flops(self) -> int:
+        """The FLOPs of storing everything but for chains whose schedules do not, beyond those of storing everything."""
+        return self.step.total_flops - self.base.total_flops
 
     def _add_optimizer(self, peak: int) -> int:
         """Return the peak of the step with the optimizer, given that of forward and backward."""
@@ -267,10 +284,10 @@ class _Planner:
         )
 
     def _make_plan(
-        self, spans: Spans, counted: SpannedStep, budget: int, front: Front | None, notes: Sequence[str] = ()
+        self, spans: Spans, counted: SpannedStep, budget: int, notes: Sequence[str] = (), *, is_searched: bool = True
     ) -> tuple[ModulePlan, PlanDetails]:
-        """Return a plan and its details; without a front, nothing was searched."""
-        peak, more_flops = self._add_optimizer(counted.peak_bytes), self.step.total_flops - self.base.total_flops
+        """Return a plan and its details."""
+        peak, state = self._add_optimizer(counted.peak_bytes), self.optimizer.state
         seconds = stored_seconds = spread = None
         if self.times is not None and self.base is self.step:
             stored_seconds, spread = self.times.step
@@ -282,18 +299,18 @@ class _Planner:
             budget_bytes=budget,
             extra_flops=counted.flops - self.base.total_flops,
             total_flops=self.base.total_flops,
-            min_peak_bytes=None if front is None else min(self.least_peak, peak),
+            min_peak_bytes=min(self.least_peak, peak) if is_searched else None,
             no_recompute_peak_bytes=self._add_optimizer(self.base.peak_bytes),
             setting=self.setting,
-            notes=(*notes, *self._describe(front)),
+            notes=(*notes, *self._describe(self.front.lost_work if is_searched else 0)),
             seconds=seconds,
             stored_seconds=stored_seconds,
             spread=spread,
         )
-        state = self.optimizer.state
-        return plan, describe_step(counted, self.step, front, other_bytes=state, more_flops=more_flops, times=self.times)
+        stored = FrontPoint(counted.peak_bytes + state, self._more_flops, None if self.times is None else 0.0)
+        return plan, describe_step(counted, self.step, self._list_front() if is_searched else [stored], state, self.times)
 
-    def _describe(self, front: Front | None) -> Iterator[str]:
+    def _describe(self, lost: int) -> Iterator[str]:
         """Yield what a reader of a plan should know of the module and its search."""
         yield from self.captured.notes
         for path, modes in self.schedules.items():
@@ -301,7 +318,7 @@ class _Planner:
                 parts = join_names([f"{count} {mode}" for mode, count in counts.items()])
                 yield f"Of the {len(modes)} units of {path}, {parts}."
         yield from self._describe_graphs()
-        if front is not None and (lost := front.lost_work):
+        if lost:
             whole, what = (self.step.total_flops, "FLOPs") if self.times is None else (self.times.step.seconds * 1e9, "time")
             yield (
                 "Plans were too many to compare them all: one of those left out may take less work, by at most "

@@ -3,9 +3,10 @@
 import inspect
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TorchRuntimeError
@@ -71,7 +72,12 @@ def describe_backward_hooks(module: nn.Module) -> Iterator[str]:
 
 @contextmanager
 def explain_failures(module: nn.Module, batch: Any) -> Iterator[None]:
-    """Raise InputError in place of the error that PyTorch raises while it captures an operation that does not fit."""
+    """Raise InputError in place of the error that PyTorch raises while it captures an operation that does not fit.
+
+    Args:
+        module: the module.
+        batch: with which it may be called.
+    """
     try:
         with silence_failures():
             yield
@@ -79,10 +85,12 @@ def explain_failures(module: nn.Module, batch: Any) -> Iterator[None]:
         reason = _REASON.search(str(error))
         words = (reason[1] if reason else str(error).splitlines()[0]).rstrip(".")
         given = ", ".join(f"{list(t.shape)} {format_dtype(t.dtype)}" for t in tensors_in(batch))
-        raise InputError(
-            f"The forward of {type(module).__name__} fails with this batch ({given}): {words}. Give one that module(batch) "
-            "takes."
-        ) from error
+        where, remedy = f"with this batch ({given})", "Give one that module(batch) takes."
+        with suppress(Exception), torch.no_grad():
+            call(module, batch)
+            where = "under torch.compile, though not without"
+            remedy = "It may do something else where torch.compiler.is_compiling(). Plan a submodule that can be compiled."
+        raise InputError(f"The forward of {type(module).__name__} fails {where}: {words}. {remedy}") from error
 
 
 def require_no_transforms(module: nn.Module, graph: GraphModule) -> None:

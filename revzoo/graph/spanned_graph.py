@@ -5,6 +5,7 @@ parameters, inputs of the graph and what the plan names; it drops the rest and l
 of a span in backward recovers the whole span (`recovery.py`).
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
 from threading import RLock
@@ -13,6 +14,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
 from torch.fx import GraphModule, Node
 
 from revzoo.graph.atoms import Atom, bind_inputs, list_dead, prepare_calls
@@ -44,12 +46,15 @@ class SpannedGraph:
     """
 
     def __init__(self, graph: GraphModule, spans: Spans, observer: Observer | None = None, first: int = 0):
+        place = {node: i for i, node in enumerate(graph.graph.nodes)}
         self.graph = graph
         self.spans = spans
         self.observer, self.first = observer, first
         self.recipes: dict[int, SpanRecovery] = {}  # by span, from the first call on
         self.calls = prepare_calls(graph, spans.atoms)
         self.starts = self._list_starts()
+        places = [place[node] for atom in spans.atoms for node in atom.nodes]
+        self.places = [] if places == sorted(places) else places  # in the graph, of calls that run in another order
         self._output = next(node for node in graph.graph.nodes if node.op == "output")
         self.dead_after = list_dead(spans.atoms)
 
@@ -93,6 +98,8 @@ class _Run:
         self._program = program
         self._env: dict[Node, Any] = dict(bind_inputs(program.graph, inputs))
         self._inputs = dict(self._env)
+        self._given = {t.grad_fn for t in tensors_in(list(inputs))}
+        self._begun: list[int] = []  # by call: autograd's number for its first node
         self._devices = {t.device for t in tensors_in(list(self._inputs.values()))}
         first = next((x for x in inputs if isinstance(x, Tensor)), None)
         round = None if first is None else begin_round(program, first)
@@ -137,8 +144,29 @@ class _Run:
                 nests[number].inside.append(ref(record))
         for number, nest in enumerate(spans.nests):
             self._prepare_nest(nests[number], nest)
-        (results,) = output.args
-        return torch.fx.node.map_arg(results, self._env.__getitem__)
+        results = torch.fx.node.map_arg(output.args[0], self._env.__getitem__)
+        if self._program.places:
+            self._number_as_called(results)
+        return results
+
+    def _number_as_called(self, results: Any) -> None:
+        """Give autograd's nodes the numbers that they had if no atom had moved: backward sums gradients by them."""
+        waiting: list[Any] = [t.grad_fn for t in tensors_in([results, *self._inputs.values()])]
+        seen, places = {None, *self._given}, self._program.places
+        own: list[tuple[int, int, Any]] = []
+        end = _get_sequence_nr()
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            number = node._sequence_nr()
+            if self._begun[0] <= number < end:  # the nodes of leaves have a higher one
+                own.append((places[bisect_right(self._begun, number) - 1], number, node))
+                waiting += [each for each, _ in node.next_functions]
+        own.sort(key=lambda each: each[:2])
+        for (_, _, node), number in zip(own, sorted(number for _, number, _ in own), strict=True):
+            node._set_sequence_nr(number)
 
     def _run_atom(self, i: int, record: SpanRecord) -> None:
         program, env = self._program, self._env
@@ -150,6 +178,7 @@ class _Run:
             random = RandomState(find_generators(self._devices))  # of all inputs: torch.rand(2, device="cuda") reads none
         self._packed.atom, self._packed.record = i, record
         for node, call in program.calls[i]:
+            self._begun.append(_get_sequence_nr())
             env[node] = call(env)
         if random is not None:
             random.end_first_run()

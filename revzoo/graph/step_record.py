@@ -166,7 +166,7 @@ def record(captured: Capture, loss: LossFunction | None = None, *, with_paramete
         fixed = live.watch(captured.tensors)
         fixed_bytes = live.size(fixed)
         recorder.begins[0] = live.now()
-        captured.run_step(recorder.run_graph, loss, recorder.end_forward)
+        captured.run_step(lambda: captured.run(recorder.run_graph), loss, recorder.end_forward)
         left_out = frozenset() if with_parameter_gradients else live.watch([t.grad for t in captured.tensors])
     return _summarise(captured.calls, recorder, fixed, fixed_bytes, left_out)
 

@@ -4,12 +4,13 @@ Entries are compared by identity. They are read and written by the methods of th
 as configurations of diffusers do, or compare and iterate in ways of its own.
 """
 
+import os
 import random
 import sys
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from operator import is_
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -20,7 +21,8 @@ from torch import Generator, Size, Tensor, device, dtype, nn
 _MOST = 100_000  # objects that are looked into, those nearest to the module first: a module may hold a data set
 _PLAIN = {str, int, float, complex, bool, bytes, type(None), Size, device, dtype, BuiltinFunctionType, ModuleType}
 # Packages whose objects are not looked into: locks, queues and caches are their own affair.
-_CLOSED = sys.stdlib_module_names | {"torch", "numpy", "revzoo"}
+_CLOSED = {"torch", "numpy", "revzoo"}
+_STANDARD = os.path.dirname(os.__file__)
 _OPEN = (nn.Module, Tensor, UserDict, UserList, SimpleNamespace)  # but for these
 _OTHERS = (nn.Module, Tensor, FunctionType, MethodType, partial, tuple)  # what they hold is not a module's own
 _OWN = "_revzoo_"  # what this package remembers of modules
@@ -56,12 +58,12 @@ class _Snapshot:
             inside += each.__self__, each.__func__
         elif issubclass(kind, partial):
             inside += each.func, each.args, each.keywords
-        elif kind is FunctionType and not _is_closed(each):
+        elif kind is FunctionType and not _is_closed(str(each.__module__)):
             inside += each.__defaults__, each.__kwdefaults__
             for cell in each.__closure__ or ():
                 with suppress(ValueError):  # no value yet
                     held.append(_Variable(cell))
-        if not issubclass(kind, type) and (issubclass(kind, _OPEN) or not _is_closed(kind)):
+        if not issubclass(kind, type) and (issubclass(kind, _OPEN) or not _is_closed(str(kind.__module__))):
             with suppress(AttributeError):
                 held.append(_Mapping(object.__getattribute__(each, "__dict__")))
         self._held += [each.restore for each in held]
@@ -192,5 +194,8 @@ def _mark_state(each: Any) -> Callable[[], bool] | None:
     return rewind
 
 
-def _is_closed(kind: Any) -> bool:
-    return str(kind.__module__).partition(".")[0] in _CLOSED
+@cache
+def _is_closed(module: str) -> bool:
+    name, _, _ = module.partition(".")
+    file = getattr(sys.modules.get(name), "__file__", None) or _STANDARD  # a file of the user's may have a standard name
+    return name in _CLOSED or (name in sys.stdlib_module_names and file.startswith(_STANDARD))

@@ -25,6 +25,9 @@ class Block(nn.Module):
         self.fc = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
         self.norms = nn.ModuleDict({"first": nn.BatchNorm1d(4)})
 
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name)  # of classes with a method of that name, the compiler reads `__dict__`
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.norms["first"](self.fc[0](x))
         y += x

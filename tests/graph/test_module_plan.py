@@ -207,8 +207,9 @@ def test_another_batch_is_stored_and_that_is_said(net, same_step):
     plan = revzoo.plan(net, IMAGES, budget_of_net(0.5))
     plain = copy.deepcopy(net)
     plan.apply(net)
-    with pytest.warns(UserWarning, match="differs from the one that was planned.*stores what is not in the plan"):
+    with pytest.warns(UserWarning, match="differs from the one that was planned.*stores what is not in the plan") as caught:
         same_step(net, plain, IMAGES[:2])
+    assert caught[0].filename == same_step.__code__.co_filename  # the line that called the network
 
 
 def test_a_saved_plan_is_the_same(net, tmp_path, same_step):

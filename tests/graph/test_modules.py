@@ -137,6 +137,15 @@ def no_grad_inside(net: Any, x: Tensor) -> Tensor:
     return y.sin() / (scale + 1) * x.detach().cos()
 
 
+@sequence_case(layers=lambda: nn.ModuleList(linear() for _ in range(4)))
+def scaled_later(net: Any, x: Tensor) -> Tensor:
+    """What is scaled in place after its siblings: the gradients of all three are summed in the same order."""
+    x = net.layers[0](x).sin()
+    query, key, value = (layer(x) for layer in net.layers[1:])
+    query /= 3
+    return (query * key).sigmoid() * value
+
+
 class Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:

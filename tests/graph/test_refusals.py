@@ -50,6 +50,13 @@ class Switches(Net):
         return self.second(x)
 
 
+class FailsCompiled(Net):
+    """Takes another way under the compiler, as code of Transformers that drops a mask of ones where it can read it."""
+
+    def forward(self, x):
+        return super().forward(x[:, :7] if torch.compiler.is_compiling() else x)
+
+
 class Alternates(Switches):
     """Every other call takes another branch."""
 
@@ -71,6 +78,7 @@ def refuse(module, batch=BATCH, **options) -> str:
         (ReturnsNothing(), "The forward of ReturnsNothing returns no tensor.*Received: NoneType"),
         (Detaches(), r"Nothing that the forward of Detaches returns depends on a parameter.*Look for \.detach\(\)"),
         (Alternates(), "Two calls of Alternates with the same batch ran other operations.*Plan a submodule"),
+        (FailsCompiled(), r"fails under torch.compile, though not without: a and b must .*is_compiling\(\)\. Plan a submodule"),
         (torch.compile(Net()), "Received: compiled the module. Plan before compiling"),
         (nn.Sequential(Net(), torch.compile(Net())), "Received: compiled 1. Plan before compiling"),
     ],
@@ -129,8 +137,9 @@ def test_another_branch_is_stored_and_that_is_said():
         if branch:
             out = module(batch)
         else:
-            with pytest.warns(UserWarning, match="Or its forward has taken another branch"):
+            with pytest.warns(UserWarning, match="Or its forward has taken another branch") as caught:
                 out = module(batch)
+            assert caught[0].filename == __file__
         expected = plain(batch)
         out.square().sum().backward()
         expected.square().sum().backward()

@@ -28,6 +28,18 @@ class Recurrent(nn.Module):
         return F.gelu(self.after(y.exp())).exp()
 
 
+class Transposing(nn.Module):
+    """The layout of a norm's result decides whether the next layer copies it, and the loss keeps the memory of its elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return F.mse_loss(self.layer(y[:, None])[:, 0], x)
+
+
 class Weighing(nn.Module):
     """Its loss is another calculation where a number is not given, as with `num_items_in_batch`."""
 
@@ -77,9 +89,10 @@ def test_networks_with_recurrent_layers(layer: Callable[..., nn.Module], same_st
     ("module", "batch"),
     [
         (nn.LSTM(8, 8), (torch.randn(11, 3, 8),)),  # its backward returns one gradient for two biases
+        (Transposing(), (torch.randn(4, 16, 8),)),
         (nn.EmbeddingBag(8, 4, mode="max", include_last_offset=True), (torch.arange(8), torch.tensor([0, 3, 8]))),
     ],
-    ids=["lstm", "bag"],
+    ids=["lstm", "transposed", "bag"],
 )
 def test_the_stored_peak_is_counted(module: nn.Module, batch: Any) -> None:
     stored = revzoo.plan(module, batch, "1GiB", loss=total).no_recompute_peak_bytes

@@ -1,6 +1,7 @@
 """A second run sees what the first saw: random stream, autocast, buffers; and leaves no trace."""
 
 import gc
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -327,6 +328,15 @@ def test_settings_around_forward_only_are_in_force_in_both_runs(setting, mode):
     assert seen[0] == outside
 
 
+class Notes:
+    """As if it stood in a file of the user's that has the name of a standard module."""
+
+    __module__ = "profile"
+
+    def __init__(self):
+        self.calls = 0
+
+
 class Bookkeeping(nn.Module):
     """Notes something of each call in lists, objects and plain tensors, of which nothing is read."""
 
@@ -334,7 +344,7 @@ class Bookkeeping(nn.Module):
         super().__init__()
         self.linear = nn.Linear(6, 6)
         self.sizes, self.recent, self.seen = list[float](), deque[float](maxlen=2), set[int]()
-        self.state = SimpleNamespace(calls=0)
+        self.state, self.notes = SimpleNamespace(calls=0), Notes()
         self.average, self.calls = torch.zeros(()), 0
 
     def forward(self, w):
@@ -343,17 +353,21 @@ class Bookkeeping(nn.Module):
         self.recent.append(size)
         self.seen.add(len(self.seen))
         self.state.calls += 1
+        self.notes.calls += 1
         self.calls += 1
         self.average.mul_(0.9).add_(w.detach().mean(), alpha=0.1)
         return self.linear(w).tanh()
 
     def read(self):
-        return [len(self.sizes), len(self.recent), len(self.seen), self.state.calls, self.calls, self.average.item()]
+        calls = self.state.calls, self.notes.calls, self.calls
+        return [len(self.sizes), len(self.recent), len(self.seen), *calls, self.average.item()]
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
-def test_what_f_notes_of_its_calls_is_noted_once(mode, lookahead, streams):
+def test_what_f_notes_of_its_calls_is_noted_once(mode, lookahead, streams, monkeypatch):
+    monkeypatch.setitem(sys.modules, "profile", SimpleNamespace(__file__=__file__))
+
     def run(mode):
         chain = ReversibleChain([Bookkeeping() for _ in range(3)], exact=True, lookahead=lookahead).double()
         for step in chain.steps:
