@@ -169,8 +169,13 @@ def keep_regions(f: Callable[..., Any], name: str, forward: Forward, conditions:
 
 
 def _may_have_hooks(module: nn.Module) -> bool:
-    """Return whether hooks change nothing about how a module is run: layers with hooks are not inverted one by one."""
-    return not isinstance(module, torch.jit.ScriptModule) and not any(map(defines_inverse, module.modules()))
+    """Return whether hooks change nothing about how a module is run.
+
+    Layers with hooks are not inverted one by one, and BatchNorms with hooks do not fold into what comes after them.
+    """
+    if isinstance(module, torch.jit.ScriptModule) or hasattr(type(module), "runs_otherwise_with_hooks"):
+        return False
+    return not any(map(defines_inverse, module.modules()))
 
 
 seams.keep_regions = keep_regions
