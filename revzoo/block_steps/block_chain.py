@@ -14,6 +14,7 @@ state in the dtype of the tensor that it was called with, and what it returns ha
 Hooks of a block are outside of its step: they run once, and see states.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -72,7 +73,7 @@ class BlockChain:
         branches: the names of the two residual branches, if each is a step of its own.
         keep: names the submodules whose outputs are kept.
         states: dtype of the states; None is float64 for those of a network in float64, and float32 for all others.
-        is_surveyed: whether the grid was chosen for states of a batch; otherwise the first ones are looked at.
+        smallest_row: root mean square of the smallest row of the states that the grid was chosen for; infinity if it was not.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class BlockChain:
         branches: tuple[str, ...] = (),
         keep: Sequence[Pattern] = (),
         states: torch.dtype | None = None,
-        is_surveyed: bool = False,
+        smallest_row: float = math.inf,
     ):
         self.path = path
         self.branches = branches
@@ -95,7 +96,8 @@ class BlockChain:
         self._schedule_before_plan: list[Mode] | None = None
         self.keep = keep
         self.states = states
-        self.is_surveyed = is_surveyed
+        self.smallest_row = smallest_row
+        self._beginnings = 0
         self.members: list[BlockStep] = []
         self.end = nn.Identity()  # for observers, it stands for what the network computes after the last step
 
@@ -135,6 +137,12 @@ class BlockChain:
     @schedule.setter
     def schedule(self, modes: Sequence[str] | str) -> None:
         self._schedule = check_schedule(modes, self.names)
+
+    def look_at_rows(self, state: Tensor, scale: float, name: str) -> None:
+        """Warn if the grid is too coarse for a first state: any on a CPU, elsewhere the 1st, 2nd, 4th, 8th, ..."""
+        self._beginnings += 1
+        if state.is_cpu or not self._beginnings & (self._beginnings - 1):  # other devices have to be waited for
+            self.smallest_row = warn_of_lost_rows(state, scale, self.smallest_row, name)
 
     def begin_plan(self) -> None:
         """Remember the schedule, since a plan brings another one. If a plan replaces a plan, the first schedule counts."""
@@ -212,7 +220,6 @@ class BlockStep(nn.Module):
         self.chain = chain
         self.index = index
         self.place = place
-        self._has_seen_rows = chain.is_surveyed
         self._own_forward = block.__dict__.get("forward")
         chain.members.append(self)
 
@@ -342,8 +349,7 @@ class BlockStep(nn.Module):
             grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert, remedy=_COARSER)
             first = grid.round(x)
             grid.watch(first, f"as the input of {self.name}")
-            # Once, because a device has to wait for it.
-            self._has_seen_rows = self._has_seen_rows or warn_of_lost_rows(x, grid.scale, self.name)
+            self.chain.look_at_rows(x, grid.scale, self.name)
             return (first, first), None, grid, begin_round(self, x, tuple(schedule))
         current, segment = position.current, position.segment
         if current is None:

@@ -263,10 +263,12 @@ def _explain(model: nn.Module, lists: BlockLists, reasons: Mapping[str, str], ha
 
 
 def _describe(blocks: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> str:
-    """Return which blocks a list has, and why the first of them that cannot be a step cannot."""
+    """Return which blocks a list has, and why the first one of the most frequent class that cannot be a step cannot."""
     counts = Counter(type(block).__name__ for block in blocks.values())
     kinds = " and ".join(f"{count} {kind}" for kind, count in counts.items())
-    first = next((f"{name} {reasons[name]}" for name in blocks if name in reasons), "")
-    alone = [name for name in blocks if name not in reasons]
-    rest = f"of the others ({join_names(alone, most=2)}), no two in a row fit each other" if alone else ""
-    return f"{kinds}: {'; '.join(filter(None, (first, rest)))}"
+    names = sorted(blocks, key=lambda name: -counts[type(blocks[name]).__name__])
+    words = [f"{name} {reasons[name]}" for name in names if name in reasons][:1]
+    if alone := [name for name in blocks if name not in reasons]:
+        of_several = f"no two in a row of {join_names(alone, most=3)} have the same state"
+        words.append(of_several if len(alone) > 1 else f"{alone[0]} alone could be a step")
+    return f"{kinds}: {'; '.join(words)}"

@@ -30,32 +30,17 @@ Split = tuple[str | Sequence[str], str | Sequence[str]]
 Branches = tuple[Branch, Branch]
 
 # Submodules that compute a branch, by its name. The first that a block has are taken, so those that have more come first.
-LAYOUTS: dict[str, tuple[tuple[str, ...], ...]] = {
+LAYOUTS: dict[str, tuple[str, ...]] = {
     "attention": (
-        ("self_attn", "encoder_attn"),
-        ("self_attn", "cross_attn"),
-        ("attn", "crossattention"),
-        ("layer.0.SelfAttention", "layer.1.EncDecAttention"),
-        ("layer.0.SelfAttention",),
-        ("self_attn",),
-        ("self_attention",),
-        ("attention",),
-        ("attn",),
+        "self_attn encoder_attn", "self_attn cross_attn", "attn crossattention",
+        "layer.0.SelfAttention layer.1.EncDecAttention", "layer.0.SelfAttention",
+        "self_attn", "self_attention", "attention", "attn",
     ),
     "mlp": (
-        ("intermediate", "output.dense"),
-        ("layer.2.DenseReluDense",),
-        ("layer.1.DenseReluDense",),
-        ("fc1", "fc2"),
-        ("linear1", "linear2"),
-        ("feed_forward",),
-        ("block_sparse_moe",),
-        ("mlp",),
-        ("ffn",),
-        ("ff",),
-        ("moe",),
+        "intermediate output.dense", "layer.2.DenseReluDense", "layer.1.DenseReluDense", "fc1 fc2", "linear1 linear2",
+        "feed_forward", "block_sparse_moe", "mlp", "ffn", "ff", "moe",
     ),
-}
+}  # fmt: skip
 _SPACINGS = 4.0  # by how many relative spacings of its numbers rounding may change a state
 _USUAL = "Leave out split= to make whole blocks the steps."
 
@@ -93,8 +78,8 @@ def _find_parts(block: nn.Module, name: str, branch: str | Sequence[str]) -> tup
     """Return the paths of the submodules that compute a branch."""
     paths = {path for path, _ in block.named_modules() if path}
     if isinstance(branch, str) and branch in LAYOUTS:
-        if parts := next((parts for parts in LAYOUTS[branch] if paths.issuperset(parts)), None):
-            return parts
+        if parts := next((parts for layout in LAYOUTS[branch] if paths.issuperset(parts := layout.split())), None):
+            return tuple(parts)
     elif missing := [path for path in ([branch] if isinstance(branch, str) else branch) if path not in paths]:
         raise UnknownNameError(f"submodule of {name}", missing[0], sorted(paths | set(LAYOUTS)))
     else:

@@ -1,11 +1,14 @@
 """The tensors in nested collections: batches, outputs of models, arguments of operations.
 
 PyTorch's pytrees know lists, tuples, dictionaries, named tuples and whatever registered itself. A batch may also be a mapping
-that is not registered, such as the BatchEncoding of Hugging Face's tokenizers, or any iterable. NumPy arrays hold no tensors.
+that is not registered, such as the BatchEncoding of Hugging Face's tokenizers, or any iterable; outputs may be dataclasses.
+NumPy arrays hold no tensors.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +33,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         elif isinstance(leaf, Iterable) and not isinstance(leaf, str | bytes) and not hasattr(leaf, "__array__"):
             for item in leaf if isinstance(leaf, Iterator) else _list_items(leaf):
                 yield from tensors_in(item)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_in(_read_fields(leaf))
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -48,9 +53,17 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
             return {key: map_tensors(function, value) for key, value in leaf.items()}
         if isinstance(leaf, tuple | list):  # a subclass that is not registered
             return type(leaf)(map_tensors(function, item) for item in leaf)
+        if is_dataclass(leaf) and not isinstance(leaf, type) and any(True for _ in tensors_in(leaf)):
+            leaf = copy.copy(leaf)
+            for name, value in _read_fields(leaf).items():
+                object.__setattr__(leaf, name, map_tensors(function, value))  # it may be frozen
         return leaf
 
     return tree_map(convert, tree)
+
+
+def _read_fields(leaf: Any) -> dict[str, Any]:
+    return {each.name: getattr(leaf, each.name) for each in fields(leaf) if hasattr(leaf, each.name)}
 
 
 def _list_items(leaf: Iterable[Any]) -> list[Any]:
