@@ -34,13 +34,13 @@ def warn_of_lost_rows(state: Tensor, scale: float, smallest: float, name: str) -
     Args:
         state: before it is rounded.
         scale: of the grid, whose spacing is 1 / scale.
-        smallest: row that is known; infinity before the first.
+        smallest: row that is known; only much smaller ones are warned of. Infinity before the first.
         name: of the step.
     """
     if not has_value(state) or is_capturing() or state.numel() == 0:
         return smallest
     row = measure_smallest_row(cast(Any, state).to_local() if is_sharded(state) else state, of_images=smallest < torch.inf)
-    if row < min(smallest, 2.0**LEAST_DIGITS / scale):
+    if row < min(smallest / 2, 2.0**LEAST_DIGITS / scale):
         warnings.warn(
             f"{name} begins a chain, and a token or pixel that it is given has size {row:.2g}, of which a grid of "
             f"{1 / scale:.2g} leaves {'nothing' if row * scale < 0.5 else 'little'}: the network computes another "

@@ -164,7 +164,7 @@ def _find_reasons(blocks: Mapping[str, nn.Module], surveys: Mapping[str, BlockSu
         if counts[block] > 1:
             other = next(each for each in blocks if blocks[each] is block and each != name)
             reasons[name] = f"is the same module as {other} (shared layers), and a block is one step of one chain"
-        elif isinstance(block, nn.ModuleList | nn.ModuleDict):
+        elif type(block).forward is nn.Module.forward and "forward" not in vars(block):
             parts = join_names([type(part).__name__ for part in block.children()], most=4)
             reasons[name] = (
                 f"is a {type(block).__name__} ({parts}): the network's own code calls its parts and adds what they return "
@@ -191,18 +191,14 @@ def _find_runs(
     runs: list[list[str]] = [[]]
     for name, block in blocks.items():
         run = runs[-1]
-        if name in reasons:
-            runs.append([])
-            continue
-        if surveys is not None:
-            states = {surveys[each].state for each in (*run, name)} - {None}
-            may_follow = len(states) < 2
-        else:
+        if surveys is None:
             may_follow = not run or _may_follow(blocks[run[-1]], block, len(run) == 1, any_class)
-        if may_follow:
-            run.append(name)
         else:
-            runs.append([name])
+            may_follow = len({surveys[each].state for each in (*run, name)} - {None}) < 2
+        if name in reasons or not may_follow:
+            runs.append([])
+        if name not in reasons:
+            runs[-1].append(name)
     return [run for run in runs if sum(surveys is None or surveys[name].calls > 0 for name in run) > 1]
 
 

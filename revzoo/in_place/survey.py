@@ -166,8 +166,8 @@ def choose_grids(
             states, bits = torch.float64, _count_fraction_bits(sizes, torch.float64)
             notes.append(f"{path}: states are float64, because the 24 binary digits of float32 do not hold {words}")
         elif sizes.smallest < resolved:
-            in_eval = " in eval mode; in training mode they are larger" if smallest >= resolved else ""
-            notes.append(f"{path}: the grid is too coarse for {words}{in_eval}")
+            in_eval = " in eval mode; in training mode they are larger, as before BatchNorms have statistics"
+            notes.append(f"{path}: the grid is too coarse for {words}{in_eval if smallest >= resolved else ''}")
         grids[path] = Grid(states, bits, sizes.smallest)
     return grids, notes
 
