@@ -36,7 +36,7 @@ from revzoo.block_steps.conventions import (
     put_state,
     replace_state,
 )
-from revzoo.block_steps.row_size import warn_of_lost_rows
+from revzoo.block_steps.state_grid import warn_of_lost_rows
 from revzoo.dtype import HALF
 from revzoo.errors import InputError
 from revzoo.runtime.chain_link import run_link
@@ -75,6 +75,8 @@ class BlockChain:
         states: dtype of the states; None is float64 for those of a network in float64, and float32 for all others.
         smallest_row: root mean square of the smallest row of the states that the grid was chosen for; infinity if it was not.
     """
+
+    lookahead: Literal[0] = 0  # how many steps are recovered ahead of backward
 
     def __init__(
         self,
@@ -152,11 +154,6 @@ class BlockChain:
         """Go back to the schedule from before the plan, if there was a plan."""
         self.schedule = self._schedule_before_plan or self.schedule
         self._schedule_before_plan = None
-
-    @property
-    def lookahead(self) -> Literal[0]:
-        """How many steps are recovered ahead of backward: none."""
-        return 0
 
     def layout(self) -> list[LayoutEntry]:
         """Return the steps in order, by their names within the list."""

@@ -31,26 +31,27 @@ def find_lists(model: nn.Module, paths: Sequence[str], has_batch: bool) -> Block
     """
     require_module(model)
     _require_ordinary(model)
-    known = {path: blocks for path, module in model.named_modules() if (blocks := _name_blocks(module, path)) is not None}
+    modules = dict(model.named_modules())
+    known = {path: blocks for path, module in modules.items() if (blocks := _name_blocks(module, path)) is not None}
     lists = {
         path: blocks
         for path, blocks in known.items()
-        if any(map(_is_made_of_layers, blocks.values())) and (has_batch or _is_list(model.get_submodule(path)))
+        if any(map(_is_made_of_layers, blocks.values())) and (has_batch or _is_list(modules[path]))
     }
     for path in paths:
+        if path not in modules:
+            raise UnknownNameError("list of blocks", path, lists)
         if path not in known:
-            modules = dict(model.named_modules())
-            if path not in modules:
-                raise UnknownNameError("list of blocks", path, lists)
             raise InputError(
                 f"A list of blocks is a ModuleList or Sequential, or has numbered children. Received: {path!r}, a "
                 f"{type(modules[path]).__name__}. Lists in this network: {join_names(list(lists))}."
             )
     lists = {path: known[path] for path in paths} if paths else lists
-    if again := [path for path, blocks in lists.items() if any(get_step(block) for block in blocks.values())]:
-        raise InputError(
-            f"{again[0]!r} is reversible already. Call revzoo.ordinary_(model) first to change how, or name other lists."
-        )
+    for path, blocks in lists.items():
+        if any(map(get_step, blocks.values())):
+            raise InputError(
+                f"{path!r} is reversible already. Call revzoo.ordinary_(model) first to change how, or name other lists."
+            )
     return lists
 
 
@@ -129,9 +130,8 @@ def _require_distinct(chains: BlockLists) -> None:
                 raise ConversionError(f"{name} is the same module as {places[block]}: a block is one step of one chain.")
             places[block] = name
     for block, name in places.items():
-        inside = next((places[part] for part in block.modules() if part is not block and part in places), None)
-        if inside is not None:
-            raise ConversionError(f"{inside} is a part of {name}. Make one of the two lists reversible.")
+        if inside := [places[part] for part in block.modules() if part is not block and part in places]:
+            raise ConversionError(f"{inside[0]} is a part of {name}. Make one of the two lists reversible.")
 
 
 def _is_list(module: nn.Module) -> bool:

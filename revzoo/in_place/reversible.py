@@ -16,13 +16,16 @@ from revzoo.analysis.flops import FEW_FLOPS, FlopCounter
 from revzoo.analysis.likeness import warn_of_another_function
 from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
+from revzoo.block_steps.state_grid import FRACTION_BITS, Grid, StateSizes, choose_grid
 from revzoo.bounds import MOST_KEPT_BITS
+from revzoo.device import has_float64
+from revzoo.dtype import HALF
 from revzoo.errors import InputError, UnknownNameError, join_names
 from revzoo.in_place.block_lists import choose_chains, find_lists
 from revzoo.in_place.peaks import Peaks, count_peaks
 from revzoo.in_place.similarity import Similarity, measure_similarity, run_network
 from revzoo.in_place.split import Branches, Split, find_branches
-from revzoo.in_place.survey import FRACTION_BITS, Grid, choose_grids, survey_blocks
+from revzoo.in_place.survey import BlockSurvey, survey_blocks
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
 from revzoo.runtime.exact import GRIDS
 from revzoo.runtime.inventory import Pattern, check_patterns
@@ -133,17 +136,16 @@ def reversible_(
     surveys, before, notes = (None, None, []) if batch is None else survey_blocks(model, lists, batch)
     chosen, ordinary, left = choose_chains(model, lists, surveys, is_named=bool(paths))
     branches = {} if split is None else find_branches(model, chosen, split, batch)
-    grids = dict.fromkeys(chosen, Grid(fraction_bits=fraction_bits))
-    if surveys is not None and fraction_bits is None:
-        grids, of_grids = choose_grids(model, chosen, surveys)
-        notes += of_grids
     names = () if split is None else tuple(name if isinstance(name, str) else name[0] for name in split)
     chains, steps = list[BlockChain](), list[BlockStep]()
     for path, blocks in chosen.items():
         owner = model.get_submodule(next(iter(blocks)).rpartition(".")[0].rpartition(".")[0])
-        states, digits, smallest_row = grids[path]
-        recurrence = _make_coupling(coupling, kept_bits, digits)
-        chain = BlockChain(path, owner, list(blocks), recurrence, names, check_patterns(keep), states, smallest_row)
+        grid = Grid(fraction_bits=fraction_bits)
+        if surveys is not None and fraction_bits is None:
+            grid, note = _choose_grid(model, [surveys[name] for name in blocks])
+            notes += [f"{path}: {note}"] if note else []
+        recurrence = _make_coupling(coupling, kept_bits, grid.fraction_bits)
+        chain = BlockChain(path, owner, list(blocks), recurrence, names, check_patterns(keep), grid.states, grid.smallest_row)
         chains.append(chain)
         for i, (name, block) in enumerate(blocks.items()):
             if split is None:
@@ -200,6 +202,16 @@ def ordinary_(model: nn.Module) -> None:
         for step in steps:
             step.install()
         raise
+
+
+def _choose_grid(model: nn.Module, surveys: Iterable[BlockSurvey]) -> tuple[Grid, str]:
+    """Return the grid of a chain of these blocks, and what to say of it."""
+    evaluation, training = StateSizes(), StateSizes()
+    dtype = torch.float32
+    for survey in surveys:
+        evaluation, training = evaluation | survey.sizes, training | survey.training_sizes
+        dtype = dtype if survey.state is None or survey.state[1] in HALF else survey.state[1]
+    return choose_grid(evaluation, training, dtype, all(has_float64(p.device) for p in model.parameters()))
 
 
 def _describe(chain: BlockChain, blocks: Iterable[nn.Module], branches: Mapping[nn.Module, Branches]) -> str:

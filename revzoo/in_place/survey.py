@@ -1,12 +1,10 @@
-"""What the blocks of a network do on a batch: which can be steps of a chain, why others cannot, how large states are."""
+"""What the blocks of a network do on a batch: which can be steps of a chain, and why others cannot."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, reduce
-from operator import or_
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -14,55 +12,13 @@ from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import call, in_mode, isolated
 from revzoo.block_steps.conventions import get_state, list_results, look_for_state
-from revzoo.block_steps.row_size import LEAST_DIGITS, measure_smallest_row
-from revzoo.device import has_float64
-from revzoo.dtype import HALF
+from revzoo.block_steps.state_grid import StateSizes
 from revzoo.in_place.similarity import run_network
 from revzoo.runtime.attributes import Attributes
-from revzoo.runtime.exact import GRIDS
 from revzoo.runtime.inventory import Inventory
 
-FRACTION_BITS = (4, 40)  # the fewest and the most
-_ROOM = 4  # binary digits that states may grow by in training
 _LEAST_FACTOR = 0.1  # of its input in what a residual block returns; norms make it smaller than 1
 _NOTHING = torch.empty(0)  # in place of a result that is no tensor
-_RESOLUTION = 13  # binary digits of the smallest row of a state
-
-
-class Grid(NamedTuple):
-    """The grid of a chain's states.
-
-    Args:
-        states: their dtype; None for the usual one.
-        fraction_bits: binary digits after the point; None for as many as usual.
-        smallest_row: root mean square of the smallest row that was seen.
-    """
-
-    states: torch.dtype | None = None
-    fraction_bits: int | None = None
-    smallest_row: float = math.inf
-
-
-@dataclass
-class StateSizes:
-    """How large states are.
-
-    Args:
-        largest: magnitude of an element.
-        smallest: root mean square of a row that is not zero.
-    """
-
-    largest: float = 0.0
-    smallest: float = math.inf
-
-    def add(self, state: Tensor) -> None:
-        """Consider a state."""
-        if state.numel():
-            self.smallest = min(self.smallest, measure_smallest_row(state))
-            self.largest = max(self.largest, float(state.detach().abs().amax()))
-
-    def __or__(self, other: "StateSizes") -> "StateSizes":
-        return StateSizes(max(self.largest, other.largest), min(self.smallest, other.smallest))
 
 
 @dataclass
@@ -104,7 +60,7 @@ class BlockSurvey:
             return
         self.state = self.state or (x.shape, x.dtype)
         results = list_results(value)
-        fitting = [i for i, t in enumerate(results) if _is_like(t, x)]
+        fitting = [i for i, t in enumerate(results) if isinstance(t, Tensor) and (t.shape, t.dtype) == (x.shape, x.dtype)]
         fitting = [i for i in fitting if results[i] is not x] or fitting  # x itself may be handed on
         counts = {i: _count_input(state, results[i]) for i in fitting}
         # Nothing of the state is in it, and not for want of elements to see it in.
@@ -132,53 +88,6 @@ class BlockSurvey:
             self.is_clear = factor > 3 * noise
             self.sizes.add(state)
             self.sizes.add(get_state(value, self.place))
-
-
-def choose_grids(
-    model: nn.Module, chains: Mapping[str, Iterable[str]], surveys: Mapping[str, BlockSurvey]
-) -> tuple[dict[str, Grid], list[str]]:
-    """Return a grid for each chain that resolves the smallest row of its states and holds the largest element, with room.
-
-    In eval mode, a network whose BatchNorms have no statistics yet has much smaller states than in training: the grid holds
-    both. Where 24 digits are too few for the smallest row in training, states are float64. That costs four more bytes for each
-    element of two states, which is less than a block that stays ordinary.
-
-    Args:
-        model: the network.
-        chains: names of blocks, by the path of their chain.
-        surveys: of the blocks.
-    Returns:
-        The grids by path; and notes.
-    """
-    has_more_digits = all(has_float64(p.device) for p in model.parameters())
-    grids, notes = dict[str, Grid](), list[str]()
-    for path, names in chains.items():
-        blocks = [surveys[name] for name in names]
-        training = reduce(or_, (block.training_sizes for block in blocks))
-        sizes = reduce(or_, (block.sizes for block in blocks), training)
-        own = next((block.state[1] for block in blocks if block.state is not None), torch.float32)
-        own = torch.float32 if own in HALF else own
-        states, bits = None, _count_fraction_bits(sizes, own)
-        resolved = 2.0 ** (LEAST_DIGITS - bits)
-        smallest = (training if training.largest else sizes).smallest
-        words = f"tokens or pixels of {sizes.smallest:.2g} beside elements of {sizes.largest:.2g}"
-        if smallest < resolved and own is not torch.float64 and has_more_digits:
-            states, bits = torch.float64, _count_fraction_bits(sizes, torch.float64)
-            notes.append(f"{path}: states are float64, because the 24 binary digits of float32 do not hold {words}")
-        elif sizes.smallest < resolved:
-            in_eval = " in eval mode; in training mode they are larger, as before BatchNorms have statistics"
-            notes.append(f"{path}: the grid is too coarse for {words}{in_eval if smallest >= resolved else ''}")
-        grids[path] = Grid(states, bits, sizes.smallest)
-    return grids, notes
-
-
-def _count_fraction_bits(sizes: StateSizes, dtype: torch.dtype) -> int:
-    usual, digits = GRIDS[dtype]
-    if not (sizes.largest and math.isfinite(sizes.largest) and math.isfinite(sizes.smallest)):
-        return usual
-    wanted = max(usual, _RESOLUTION - math.floor(math.log2(sizes.smallest)))
-    bits = min(wanted, digits - _ROOM - math.ceil(math.log2(sizes.largest)))
-    return max(FRACTION_BITS[0], min(bits, FRACTION_BITS[1]))
 
 
 def survey_blocks(
@@ -272,10 +181,6 @@ def watched_calls(
         yield
     finally:
         attributes.restore()
-
-
-def _is_like(t: Any, x: Tensor) -> bool:
-    return isinstance(t, Tensor) and t.shape == x.shape and t.dtype == x.dtype
 
 
 def _count_input(state: Tensor, out: Tensor) -> tuple[float, float]:
