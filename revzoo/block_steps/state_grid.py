@@ -119,7 +119,8 @@ def warn_of_lost_rows(state: Tensor, scale: float, smallest: float, name: str) -
     """
     if not has_value(state) or is_capturing() or state.numel() == 0:
         return smallest
-    row = _measure_smallest_row(cast(Any, state).to_local() if is_sharded(state) else state, of_images=smallest < math.inf)
+    state = cast(Any, state).to_local() if is_sharded(state) else state.values() if state.is_nested else state
+    row = _measure_smallest_row(state, of_images=smallest < math.inf)
     if row < min(smallest / 2, 2.0**_LEAST_DIGITS / scale):
         warnings.warn(
             f"{name} begins a chain, and a token or pixel that it is given has size {row:.2g}, of which a grid of "
