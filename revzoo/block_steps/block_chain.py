@@ -14,7 +14,6 @@ state in the dtype of the tensor that it was called with, and what it returns ha
 Hooks of a block are outside of its step: they run once, and see states.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -36,7 +35,8 @@ from revzoo.block_steps.conventions import (
     put_state,
     replace_state,
 )
-from revzoo.block_steps.state_grid import warn_of_lost_rows
+from revzoo.block_steps.state_grid import StateGrid, warn_of_lost_rows
+from revzoo.device import can_read_now
 from revzoo.dtype import HALF
 from revzoo.errors import InputError
 from revzoo.runtime.chain_link import run_link
@@ -55,6 +55,7 @@ from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.update import Step
 
+_USUAL_GRID = StateGrid()
 # What to do where states leave the grid.
 _COARSER = (
     "call revzoo.ordinary_(model) and reversible_ again: with batch=, a batch like this one, for which it chooses a grid, or "
@@ -72,8 +73,7 @@ class BlockChain:
         coupling: of every step; it keeps bits.
         branches: the names of the two residual branches, if each is a step of its own.
         keep: names the submodules whose outputs are kept.
-        states: dtype of the states; None is float64 for those of a network in float64, and float32 for all others.
-        smallest_row: root mean square of the smallest row of the states that the grid was chosen for; infinity if it was not.
+        grid: of the states. Usual are states in float64 in a network of that dtype, and in float32 in all others.
     """
 
     lookahead: Literal[0] = 0  # how many steps are recovered ahead of backward
@@ -86,8 +86,7 @@ class BlockChain:
         coupling: Coupling,
         branches: tuple[str, ...] = (),
         keep: Sequence[Pattern] = (),
-        states: torch.dtype | None = None,
-        smallest_row: float = math.inf,
+        grid: StateGrid = _USUAL_GRID,
     ):
         self.path = path
         self.branches = branches
@@ -97,8 +96,7 @@ class BlockChain:
         self.schedule = "invert"
         self._schedule_before_plan: list[Mode] | None = None
         self.keep = keep
-        self.states = states
-        self.smallest_row = smallest_row
+        self.states, self._smallest_row = grid.states, grid.smallest_row
         self._beginnings = 0
         self.members: list[BlockStep] = []
         self.end = nn.Identity()  # for observers, it stands for what the network computes after the last step
@@ -143,8 +141,8 @@ class BlockChain:
     def look_at_rows(self, state: Tensor, scale: float, name: str) -> None:
         """Warn if the grid is too coarse for a first state: any on a CPU, elsewhere the 1st, 2nd, 4th, 8th, ..."""
         self._beginnings += 1
-        if state.is_cpu or not self._beginnings & (self._beginnings - 1):  # other devices have to be waited for
-            self.smallest_row = warn_of_lost_rows(state, scale, self.smallest_row, name)
+        if can_read_now(state) or not self._beginnings & (self._beginnings - 1):  # other devices have to be waited for
+            self._smallest_row = warn_of_lost_rows(state, scale, self._smallest_row, name)
 
     def begin_plan(self) -> None:
         """Remember the schedule, since a plan brings another one. If a plan replaces a plan, the first schedule counts."""

@@ -21,7 +21,7 @@ _DIGITS = 13  # binary, of the smallest row, where there is room
 _LEAST_DIGITS = 5  # rounding then changes a row by at most a percent, about as 8 kept bits do
 
 
-class Grid(NamedTuple):
+class StateGrid(NamedTuple):
     """The grid of a chain's states.
 
     Args:
@@ -57,7 +57,7 @@ class StateSizes:
         return StateSizes(max(self.largest, other.largest), min(self.smallest, other.smallest))
 
 
-def choose_grid(evaluation: StateSizes, training: StateSizes, dtype: torch.dtype, has_float64: bool) -> tuple[Grid, str]:
+def choose_grid(evaluation: StateSizes, training: StateSizes, dtype: torch.dtype, has_float64: bool) -> tuple[StateGrid, str]:
     """Return a grid that resolves the smallest row of states and holds the largest element, with room; and what to say of it.
 
     In eval mode, a network whose BatchNorms have no statistics yet has much smaller states than in training: the grid holds
@@ -76,11 +76,11 @@ def choose_grid(evaluation: StateSizes, training: StateSizes, dtype: torch.dtype
     smallest = (training if training.largest else sizes).smallest
     words = f"tokens or pixels of {sizes.smallest:.2g} beside elements of {sizes.largest:.2g}"
     if smallest < resolved and dtype is not torch.float64 and has_float64:
-        grid = Grid(torch.float64, _count_fraction_bits(sizes, torch.float64), sizes.smallest)
+        grid = StateGrid(torch.float64, _count_fraction_bits(sizes, torch.float64), sizes.smallest)
         return grid, f"states are float64, because the 24 binary digits of float32 do not hold {words}"
     note = f"the grid is too coarse for {words}" if sizes.smallest < resolved else ""
     in_eval = " in eval mode; in training mode they are larger, as before BatchNorms have statistics"
-    return Grid(None, bits, sizes.smallest), note and note + (in_eval if smallest >= resolved else "")
+    return StateGrid(None, bits, sizes.smallest), note and note + (in_eval if smallest >= resolved else "")
 
 
 def _count_fraction_bits(sizes: StateSizes, dtype: torch.dtype) -> int:

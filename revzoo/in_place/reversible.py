@@ -16,7 +16,7 @@ from revzoo.analysis.flops import FEW_FLOPS, FlopCounter
 from revzoo.analysis.likeness import warn_of_another_function
 from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
-from revzoo.block_steps.state_grid import FRACTION_BITS, Grid, StateSizes, choose_grid
+from revzoo.block_steps.state_grid import FRACTION_BITS, StateGrid, StateSizes, choose_grid
 from revzoo.bounds import MOST_KEPT_BITS
 from revzoo.device import has_float64
 from revzoo.dtype import HALF
@@ -140,12 +140,12 @@ def reversible_(
     chains, steps = list[BlockChain](), list[BlockStep]()
     for path, blocks in chosen.items():
         owner = model.get_submodule(next(iter(blocks)).rpartition(".")[0].rpartition(".")[0])
-        grid = Grid(fraction_bits=fraction_bits)
+        grid = StateGrid(fraction_bits=fraction_bits)
         if surveys is not None and fraction_bits is None:
             grid, note = _choose_grid(model, [surveys[name] for name in blocks])
             notes += [f"{path}: {note}"] if note else []
         recurrence = _make_coupling(coupling, kept_bits, grid.fraction_bits)
-        chain = BlockChain(path, owner, list(blocks), recurrence, names, check_patterns(keep), grid.states, grid.smallest_row)
+        chain = BlockChain(path, owner, list(blocks), recurrence, names, check_patterns(keep), grid)
         chains.append(chain)
         for i, (name, block) in enumerate(blocks.items()):
             if split is None:
@@ -204,7 +204,7 @@ def ordinary_(model: nn.Module) -> None:
         raise
 
 
-def _choose_grid(model: nn.Module, surveys: Iterable[BlockSurvey]) -> tuple[Grid, str]:
+def _choose_grid(model: nn.Module, surveys: Iterable[BlockSurvey]) -> tuple[StateGrid, str]:
     """Return the grid of a chain of these blocks, and what to say of it."""
     evaluation, training = StateSizes(), StateSizes()
     dtype = torch.float32

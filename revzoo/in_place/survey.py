@@ -127,6 +127,19 @@ def survey_blocks(
         returned[name] = [(ref(t), t._version) for t in results]
         return value
 
+    with watched_calls(blocks, watch):
+        output = run_network(model, batch)
+    look_back()
+    # A network without parameters to train will not be trained as it is.
+    notes = _survey_training(model, blocks, surveys, batch) if any(p.requires_grad for p in model.parameters()) else []
+    return surveys, output, notes
+
+
+def _survey_training(
+    model: nn.Module, blocks: Mapping[str, nn.Module], surveys: Mapping[str, BlockSurvey], batch: Any
+) -> list[str]:
+    """Add to surveys what blocks do in training mode; return a note if the network cannot be run so."""
+
     def follow(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         survey, held = surveys[name], Inventory(blocks[name])
         versions = [t._version for t in held.fixed]
@@ -144,21 +157,15 @@ def survey_blocks(
                 survey.training_sizes.add(state)
         return value
 
-    with watched_calls(blocks, watch):
-        output = run_network(model, batch)
-    look_back()
-    if not any(p.requires_grad for p in model.parameters()):
-        return surveys, output, []  # it will not be trained as it is
     try:
-        with isolated(model, batch) as given, in_mode(model, training=True), torch.no_grad(), watched_calls(blocks, follow):
-            call(model, given)
+        with isolated(model, batch) as inputs, in_mode(model, training=True), torch.no_grad(), watched_calls(blocks, follow):
+            call(model, inputs)
     except Exception as problem:  # of the network's own code: one that wants targets in training mode, for example
         for survey in surveys.values():
             survey.training_sizes = StateSizes()
         error = f"{type(problem).__name__}: {problem}".splitlines()[0]
-        notes = [f"This batch cannot be run in training mode ({error}): grids fit the states in eval mode alone"]
-        return surveys, output, notes
-    return surveys, output, []
+        return [f"This batch cannot be run in training mode ({error}): grids fit the states in eval mode alone"]
+    return []
 
 
 @contextmanager

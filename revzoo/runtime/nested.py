@@ -33,8 +33,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         elif isinstance(leaf, Iterable) and not isinstance(leaf, str | bytes) and not hasattr(leaf, "__array__"):
             for item in leaf if isinstance(leaf, Iterator) else _list_items(leaf):
                 yield from tensors_in(item)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_in(_read_fields(leaf))
+        elif held := _read_fields(leaf):
+            yield from tensors_in(held)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -53,9 +53,10 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
             return {key: map_tensors(function, value) for key, value in leaf.items()}
         if isinstance(leaf, tuple | list):  # a subclass that is not registered
             return type(leaf)(map_tensors(function, item) for item in leaf)
-        if is_dataclass(leaf) and not isinstance(leaf, type) and any(True for _ in tensors_in(leaf)):
+        held = _read_fields(leaf)
+        if next(tensors_in(held), None) is not None:
             leaf = copy.copy(leaf)
-            for name, value in _read_fields(leaf).items():
+            for name, value in held.items():
                 object.__setattr__(leaf, name, map_tensors(function, value))  # it may be frozen
         return leaf
 
@@ -63,7 +64,9 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def _read_fields(leaf: Any) -> dict[str, Any]:
-    return {each.name: getattr(leaf, each.name) for each in fields(leaf) if hasattr(leaf, each.name)}
+    """Return what a dataclass holds; nothing of any other object."""
+    names = [each.name for each in fields(leaf)] if is_dataclass(type(leaf)) else []
+    return {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
 
 
 def _list_items(leaf: Iterable[Any]) -> list[Any]:
