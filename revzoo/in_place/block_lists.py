@@ -16,6 +16,7 @@ from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.replaced_call import is_replaced
 
 BlockLists = dict[str, dict[str, nn.Module]]  # by the path of a list: its blocks, by their names in the network
+_LISTS = (nn.ModuleList, nn.Sequential)
 _USE_PLAN = "revzoo.plan(model, batch, budget) needs no list of blocks."
 
 
@@ -36,7 +37,7 @@ def find_lists(model: nn.Module, paths: Sequence[str], has_batch: bool) -> Block
     lists = {
         path: blocks
         for path, blocks in known.items()
-        if any(map(_is_made_of_layers, blocks.values())) and (has_batch or _is_list(modules[path]))
+        if any(map(_is_made_of_layers, blocks.values())) and (has_batch or isinstance(modules[path], _LISTS))
     }
     for path in paths:
         if path not in modules:
@@ -134,14 +135,10 @@ def _require_distinct(chains: BlockLists) -> None:
             raise ConversionError(f"{inside[0]} is a part of {name}. Make one of the two lists reversible.")
 
 
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.Sequential)
-
-
 def _name_blocks(module: nn.Module, path: str) -> dict[str, nn.Module] | None:
     """Return the blocks of a list by their names; None for a module that is no list."""
     children = {key: block for key, block in module._modules.items() if block is not None}  # entries may be None
-    if not _is_list(module):
+    if not isinstance(module, _LISTS):
         children = {
             key: block for key, block in children.items() if re.fullmatch(r"[a-z_]+\d+", key) and _is_made_of_layers(block)
         }

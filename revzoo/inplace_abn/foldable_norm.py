@@ -104,8 +104,6 @@ class NormalisedFakeTensor(NormalisedTensor, FakeTensor):
 class FoldableBatchNorm2d(nn.BatchNorm2d):
     """`nn.BatchNorm2d` that keeps no input where its output can be rebuilt from the output of the next activation."""
 
-    runs_otherwise_with_hooks = True  # they see its output
-
     def forward(self, input: Tensor) -> Tensor:
         _refuse_tracing(self, input)
         return _normalise(self, input) if _is_foldable(self, input) else super().forward(input)
@@ -113,8 +111,6 @@ class FoldableBatchNorm2d(nn.BatchNorm2d):
 
 class FoldableBatchNormAct2d(BatchNormAct2d):
     """timm's BatchNorm with an activation, whose input is not kept where it can be rebuilt from the output."""
-
-    runs_otherwise_with_hooks = True
 
     def forward(self, x: Tensor) -> Tensor:
         _refuse_tracing(self, x)
