@@ -49,9 +49,8 @@ class StateSizes:
 
     def add(self, state: Tensor) -> None:
         """Consider a state."""
-        if state.numel():
-            self.smallest = min(self.smallest, _measure_smallest_row(state))
-            self.largest = max(self.largest, float(state.detach().abs().amax()))
+        self.smallest = min(self.smallest, _measure_smallest_row(state))
+        self.largest = max(self.largest, float(state.detach().abs().amax()) if state.numel() else 0.0)
 
     def __or__(self, other: "StateSizes") -> "StateSizes":
         return StateSizes(max(self.largest, other.largest), min(self.smallest, other.smallest))
@@ -101,6 +100,8 @@ def _measure_smallest_row(state: Tensor, of_images: bool = False) -> float:
     Args:
         of_images: whether an image is one row. One of its pixels may always be nearly zero.
     """
+    if not state.numel():
+        return math.inf
     axes: list[Any] = [-1] if state.dim() < 4 else [tuple(range(1, state.dim()))] if of_images else [1, -1]
     dtype = torch.promote_types(state.dtype, torch.float32)
     norms = (torch.linalg.vector_norm(state.detach(), dim=axis, dtype=dtype) for axis in axes)
@@ -117,13 +118,13 @@ def warn_of_lost_rows(state: Tensor, scale: float, smallest: float, name: str) -
         smallest: row that is known; only much smaller ones are warned of. Infinity before the first.
         name: of the step.
     """
-    if not has_value(state) or is_capturing() or state.numel() == 0:
+    if not has_value(state) or is_capturing():
         return smallest
     state = cast(Any, state).to_local() if is_sharded(state) else state.values() if state.is_nested else state
     row = _measure_smallest_row(state, of_images=smallest < math.inf)
     if row < min(smallest / 2, 2.0**_LEAST_DIGITS / scale):
         warnings.warn(
-            f"{name} begins a chain, and a token or pixel that it is given has size {row:.2g}, of which a grid of "
+            f"{name} begins a chain, and a token, pixel or image that it is given has size {row:.2g}, of which a grid of "
             f"{1 / scale:.2g} leaves {'nothing' if row * scale < 0.5 else 'little'}: the network computes another "
             "function. Call revzoo.ordinary_(model), then reversible_ with a batch like this one (batch=), without "
             "fraction_bits: it chooses a grid that fits.",
