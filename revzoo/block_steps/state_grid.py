@@ -122,7 +122,7 @@ def warn_of_lost_rows(state: Tensor, scale: float, smallest: float, name: str) -
         return smallest
     state = cast(Any, state).to_local() if is_sharded(state) else state.values() if state.is_nested else state
     row = _measure_smallest_row(state, of_images=smallest < math.inf)
-    if row < min(smallest / 2, 2.0**_LEAST_DIGITS / scale):
+    if 0 < row < min(smallest / 2, 2.0**_LEAST_DIGITS / scale):  # 0 where nothing was computed
         warnings.warn(
             f"{name} begins a chain, and a token, pixel or image that it is given has size {row:.2g}, of which a grid of "
             f"{1 / scale:.2g} leaves {'nothing' if row * scale < 0.5 else 'little'}: the network computes another "
