@@ -35,7 +35,8 @@ from revzoo.block_steps.conventions import (
     put_state,
     replace_state,
 )
-from revzoo.block_steps.row_size import warn_of_lost_rows
+from revzoo.block_steps.state_grid import StateGrid, warn_of_lost_rows
+from revzoo.device import can_read_now
 from revzoo.dtype import HALF
 from revzoo.errors import InputError
 from revzoo.runtime.chain_link import run_link
@@ -54,6 +55,7 @@ from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.update import Step
 
+_USUAL_GRID = StateGrid()
 # What to do where states leave the grid.
 _COARSER = (
     "call revzoo.ordinary_(model) and reversible_ again: with batch=, a batch like this one, for which it chooses a grid, or "
@@ -71,9 +73,10 @@ class BlockChain:
         coupling: of every step; it keeps bits.
         branches: the names of the two residual branches, if each is a step of its own.
         keep: names the submodules whose outputs are kept.
-        states: dtype of the states; None is float64 for those of a network in float64, and float32 for all others.
-        is_surveyed: whether the grid was chosen for states of a batch; otherwise the first ones are looked at.
+        grid: of the states. Usual are states in float64 in a network of that dtype, and in float32 in all others.
     """
+
+    lookahead: Literal[0] = 0  # how many steps are recovered ahead of backward
 
     def __init__(
         self,
@@ -83,8 +86,7 @@ class BlockChain:
         coupling: Coupling,
         branches: tuple[str, ...] = (),
         keep: Sequence[Pattern] = (),
-        states: torch.dtype | None = None,
-        is_surveyed: bool = False,
+        grid: StateGrid = _USUAL_GRID,
     ):
         self.path = path
         self.branches = branches
@@ -94,8 +96,8 @@ class BlockChain:
         self.schedule = "invert"
         self._schedule_before_plan: list[Mode] | None = None
         self.keep = keep
-        self.states = states
-        self.is_surveyed = is_surveyed
+        self.states, self._smallest_row = grid.states, grid.smallest_row
+        self._beginnings = 0
         self.members: list[BlockStep] = []
         self.end = nn.Identity()  # for observers, it stands for what the network computes after the last step
 
@@ -136,6 +138,12 @@ class BlockChain:
     def schedule(self, modes: Sequence[str] | str) -> None:
         self._schedule = check_schedule(modes, self.names)
 
+    def look_at_rows(self, state: Tensor, scale: float, name: str) -> None:
+        """Warn if the grid is too coarse for a first state: any on a CPU, elsewhere the 1st, 2nd, 4th, 8th, ..."""
+        self._beginnings += 1
+        if can_read_now(state) or not self._beginnings & (self._beginnings - 1):  # other devices have to be waited for
+            self._smallest_row = warn_of_lost_rows(state, scale, self._smallest_row, name)
+
     def begin_plan(self) -> None:
         """Remember the schedule, since a plan brings another one. If a plan replaces a plan, the first schedule counts."""
         self._schedule_before_plan = self._schedule_before_plan or self.schedule
@@ -144,11 +152,6 @@ class BlockChain:
         """Go back to the schedule from before the plan, if there was a plan."""
         self.schedule = self._schedule_before_plan or self.schedule
         self._schedule_before_plan = None
-
-    @property
-    def lookahead(self) -> Literal[0]:
-        """How many steps are recovered ahead of backward: none."""
-        return 0
 
     def layout(self) -> list[LayoutEntry]:
         """Return the steps in order, by their names within the list."""
@@ -212,7 +215,6 @@ class BlockStep(nn.Module):
         self.chain = chain
         self.index = index
         self.place = place
-        self._has_seen_rows = chain.is_surveyed
         self._own_forward = block.__dict__.get("forward")
         chain.members.append(self)
 
@@ -342,8 +344,7 @@ class BlockStep(nn.Module):
             grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert, remedy=_COARSER)
             first = grid.round(x)
             grid.watch(first, f"as the input of {self.name}")
-            # Once, because a device has to wait for it.
-            self._has_seen_rows = self._has_seen_rows or warn_of_lost_rows(x, grid.scale, self.name)
+            self.chain.look_at_rows(x, grid.scale, self.name)
             return (first, first), None, grid, begin_round(self, x, tuple(schedule))
         current, segment = position.current, position.segment
         if current is None:

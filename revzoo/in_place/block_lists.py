@@ -16,6 +16,7 @@ from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.replaced_call import is_replaced
 
 BlockLists = dict[str, dict[str, nn.Module]]  # by the path of a list: its blocks, by their names in the network
+_LISTS = (nn.ModuleList, nn.Sequential)
 _USE_PLAN = "revzoo.plan(model, batch, budget) needs no list of blocks."
 
 
@@ -31,26 +32,27 @@ def find_lists(model: nn.Module, paths: Sequence[str], has_batch: bool) -> Block
     """
     require_module(model)
     _require_ordinary(model)
-    known = {path: blocks for path, module in model.named_modules() if (blocks := _name_blocks(module, path)) is not None}
+    modules = dict(model.named_modules())
+    known = {path: blocks for path, module in modules.items() if (blocks := _name_blocks(module, path)) is not None}
     lists = {
         path: blocks
         for path, blocks in known.items()
-        if any(map(_is_made_of_layers, blocks.values())) and (has_batch or _is_list(model.get_submodule(path)))
+        if any(map(_is_made_of_layers, blocks.values())) and (has_batch or isinstance(modules[path], _LISTS))
     }
     for path in paths:
+        if path not in modules:
+            raise UnknownNameError("list of blocks", path, lists)
         if path not in known:
-            modules = dict(model.named_modules())
-            if path not in modules:
-                raise UnknownNameError("list of blocks", path, lists)
             raise InputError(
                 f"A list of blocks is a ModuleList or Sequential, or has numbered children. Received: {path!r}, a "
                 f"{type(modules[path]).__name__}. Lists in this network: {join_names(list(lists))}."
             )
     lists = {path: known[path] for path in paths} if paths else lists
-    if again := [path for path, blocks in lists.items() if any(get_step(block) for block in blocks.values())]:
-        raise InputError(
-            f"{again[0]!r} is reversible already. Call revzoo.ordinary_(model) first to change how, or name other lists."
-        )
+    for path, blocks in lists.items():
+        if any(map(get_step, blocks.values())):
+            raise InputError(
+                f"{path!r} is reversible already. Call revzoo.ordinary_(model) first to change how, or name other lists."
+            )
     return lists
 
 
@@ -129,19 +131,14 @@ def _require_distinct(chains: BlockLists) -> None:
                 raise ConversionError(f"{name} is the same module as {places[block]}: a block is one step of one chain.")
             places[block] = name
     for block, name in places.items():
-        inside = next((places[part] for part in block.modules() if part is not block and part in places), None)
-        if inside is not None:
-            raise ConversionError(f"{inside} is a part of {name}. Make one of the two lists reversible.")
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.Sequential)
+        if inside := [places[part] for part in block.modules() if part is not block and part in places]:
+            raise ConversionError(f"{inside[0]} is a part of {name}. Make one of the two lists reversible.")
 
 
 def _name_blocks(module: nn.Module, path: str) -> dict[str, nn.Module] | None:
     """Return the blocks of a list by their names; None for a module that is no list."""
     children = {key: block for key, block in module._modules.items() if block is not None}  # entries may be None
-    if not _is_list(module):
+    if not isinstance(module, _LISTS):
         children = {
             key: block for key, block in children.items() if re.fullmatch(r"[a-z_]+\d+", key) and _is_made_of_layers(block)
         }
@@ -164,7 +161,7 @@ def _find_reasons(blocks: Mapping[str, nn.Module], surveys: Mapping[str, BlockSu
         if counts[block] > 1:
             other = next(each for each in blocks if blocks[each] is block and each != name)
             reasons[name] = f"is the same module as {other} (shared layers), and a block is one step of one chain"
-        elif isinstance(block, nn.ModuleList | nn.ModuleDict):
+        elif type(block).forward is nn.Module.forward and "forward" not in vars(block):
             parts = join_names([type(part).__name__ for part in block.children()], most=4)
             reasons[name] = (
                 f"is a {type(block).__name__} ({parts}): the network's own code calls its parts and adds what they return "
@@ -191,18 +188,14 @@ def _find_runs(
     runs: list[list[str]] = [[]]
     for name, block in blocks.items():
         run = runs[-1]
-        if name in reasons:
-            runs.append([])
-            continue
-        if surveys is not None:
-            states = {surveys[each].state for each in (*run, name)} - {None}
-            may_follow = len(states) < 2
-        else:
+        if surveys is None:
             may_follow = not run or _may_follow(blocks[run[-1]], block, len(run) == 1, any_class)
-        if may_follow:
-            run.append(name)
         else:
-            runs.append([name])
+            may_follow = len({surveys[each].state for each in (*run, name)} - {None}) < 2
+        if name in reasons or not may_follow:
+            runs.append([])
+        if name not in reasons:
+            runs[-1].append(name)
     return [run for run in runs if sum(surveys is None or surveys[name].calls > 0 for name in run) > 1]
 
 
@@ -263,10 +256,12 @@ def _explain(model: nn.Module, lists: BlockLists, reasons: Mapping[str, str], ha
 
 
 def _describe(blocks: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> str:
-    """Return which blocks a list has, and why the first of them that cannot be a step cannot."""
+    """Return which blocks a list has, and why the first one of the most frequent class that cannot be a step cannot."""
     counts = Counter(type(block).__name__ for block in blocks.values())
     kinds = " and ".join(f"{count} {kind}" for kind, count in counts.items())
-    first = next((f"{name} {reasons[name]}" for name in blocks if name in reasons), "")
-    alone = [name for name in blocks if name not in reasons]
-    rest = f"of the others ({join_names(alone, most=2)}), no two in a row fit each other" if alone else ""
-    return f"{kinds}: {'; '.join(filter(None, (first, rest)))}"
+    names = sorted(blocks, key=lambda name: -counts[type(blocks[name]).__name__])
+    words = [f"{name} {reasons[name]}" for name in names if name in reasons][:1]
+    if alone := [name for name in blocks if name not in reasons]:
+        of_several = f"no two in a row of {join_names(alone, most=3)} have the same state"
+        words.append(of_several if len(alone) > 1 else f"{alone[0]} alone could be a step")
+    return f"{kinds}: {'; '.join(words)}"

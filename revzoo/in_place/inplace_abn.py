@@ -206,21 +206,17 @@ def _run(model: nn.Module, batch: Any, backward: bool = False) -> tuple[list[Ten
             outputs = call(model, inputs)
             kept_bytes = live.alive(without=known, at=live.now())
         nodes = _find_folded(model, select_differentiable(outputs))
-        if backward:
-            _run_backward(outputs)
+        try:
+            if backward:
+                linear_loss(outputs).backward()
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            raise InputError(
+                "The model changes in place what an in-place ABN has to keep. Replace the in-place operation, for example "
+                f"x *= gate by x = x * gate. PyTorch says: {error}"
+            ) from error
         return [y.detach() for y in tensors_in(outputs)], kept_bytes, nodes
-
-
-def _run_backward(outputs: Any) -> None:
-    try:
-        linear_loss(outputs).backward()
-    except RuntimeError as error:
-        if "inplace operation" not in str(error):
-            raise
-        raise InputError(
-            "The model changes in place what an in-place ABN has to keep. Replace the in-place operation, for example "
-            f"x *= gate by x = x * gate. PyTorch says: {error}"
-        ) from error
 
 
 def _find_folded(model: nn.Module, outputs: list[Tensor]) -> dict[str, FoldedNorm]:

@@ -1,6 +1,5 @@
 """Whether reversible blocks are worth it: the peak of a training step, next to storing everything and to checkpointing."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from revzoo.analysis.report import MemoryReport
 from revzoo.analysis.step_memory import run_and_measure
 from revzoo.block_steps.block_chain import BlockStep
 from revzoo.block_steps.conventions import leave_out_caches
-from revzoo.errors import MissingValueError, RecoveryError
+from revzoo.errors import ConversionError, MissingValueError, RecoveryError
 from revzoo.format import format_bytes
 from revzoo.in_place.survey import watched_calls
 from revzoo.runtime.drift import ignore_error_growth
@@ -67,12 +66,12 @@ class Peaks:
 def count_peaks(model: nn.Module, batch: Any, steps: Sequence[BlockStep], fake: bool) -> Peaks | str:
     """Count a training step of a reversible network in three ways. A text says why it cannot be counted.
 
-    If a block cannot run again, as one that moves a buffer of its own, a warning says so: no step would end.
-
     Args:
         steps: what stands for its blocks.
         fake: run it without values, unless it asks for some, as mixtures of experts do. A small step on a CPU takes less time
             with them.
+    Raises:
+        ConversionError: the step cannot be ended, since a block does not run again as it ran first.
     """
     fake = fake or any(p.device.type != "cpu" for p in model.parameters())
     try:
@@ -85,12 +84,11 @@ def count_peaks(model: nn.Module, batch: Any, steps: Sequence[BlockStep], fake: 
             stack.enter_context(watched_calls({step.name: step.block for step in steps}, _checkpoint))
             return Peaks(stored, _count_memory(model, batch, fake), reversible)
     except RecoveryError as error:
-        warnings.warn(
-            f"A training step of this reversible {type(model).__name__} fails on this batch: {error} The schedules are those "
-            "of report.chains. Or call revzoo.ordinary_(model): revzoo.plan(model, batch, budget) needs no reversible blocks.",
-            stacklevel=3,
-        )
-        return f"a training step on this batch fails: {error}"
+        raise ConversionError(
+            f"A training step of the reversible {type(model).__name__} fails on this batch, so the network is as it was: "
+            f"{error} Without batch= nothing is tried, and schedules may be set in report.chains. Or use revzoo.plan(model, "
+            "batch, budget), which needs no reversible blocks."
+        ) from error
     except Exception as error:  # a network may raise anything where its tensors have no values
         return f"the peak of a training step was not counted: {type(error).__name__}: {error}".partition("\n")[0]
 

@@ -4,10 +4,10 @@ Class, parameters, state-dict keys and configuration are those of the network; o
 (`block_steps/block_chain.py`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,16 @@ from revzoo.analysis.flops import FEW_FLOPS, FlopCounter
 from revzoo.analysis.likeness import warn_of_another_function
 from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
+from revzoo.block_steps.state_grid import FRACTION_BITS, StateGrid, StateSizes, choose_grid
 from revzoo.bounds import MOST_KEPT_BITS
+from revzoo.device import has_float64
+from revzoo.dtype import HALF
 from revzoo.errors import InputError, UnknownNameError, join_names
 from revzoo.in_place.block_lists import choose_chains, find_lists
 from revzoo.in_place.peaks import Peaks, count_peaks
 from revzoo.in_place.similarity import Similarity, measure_similarity, run_network
 from revzoo.in_place.split import Branches, Split, find_branches
-from revzoo.in_place.survey import FRACTION_BITS, choose_grids, survey_blocks
+from revzoo.in_place.survey import BlockSurvey, survey_blocks
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
 from revzoo.runtime.exact import GRIDS
 from revzoo.runtime.inventory import Pattern, check_patterns
@@ -37,37 +40,27 @@ _KEEP_NEARER = (
 
 @dataclass(frozen=True)
 class ReversibleReport:
-    """What `reversible_` did with a network.
+    """What `reversible_` did with a network. Printed, it also says what the batch has shown.
 
     Args:
-        model: its class.
         chains: the lists of blocks that are chains now. Each has a `schedule`, the mode of every block.
-        blocks: the class of the blocks of each.
-        coupling: name of the coupling.
-        kept_bits: bits kept of every element of a state and step.
         similarity: of the outputs on the batch, before and after; None without a batch.
-        left: paths of the other lists of such blocks.
-        branches: for each chain, the submodules that compute the two branches of a block; empty if blocks are not split.
+        peaks: of a training step on the batch, stored, checkpointed and reversible; None without a batch. A text says why they
+            could not be counted.
         restarts: the blocks on the batch that were given another tensor than the block before them returned, so that they began
             a chain of their own.
         ordinary: the blocks of the lists that are no steps, each with the reason.
-        grids: what there is to say about the choice of the grids.
-        peaks: of a training step on the batch, stored, checkpointed and reversible; None without a batch. A text says why they
-            could not be counted.
+        left: paths of the other lists of such blocks.
+        notes: of each chain what its steps are and keep, and what there is to say about the choice of the grids.
     """
 
-    model: str
     chains: tuple[BlockChain, ...] = field(repr=False, compare=False)
-    blocks: tuple[str, ...]
-    coupling: str
-    kept_bits: int
     similarity: Similarity | None
+    peaks: Peaks | str | None
+    restarts: tuple[str, ...]
+    ordinary: tuple[str, ...]
     left: tuple[str, ...]
-    branches: tuple[str, ...] = ()
-    restarts: tuple[str, ...] = ()
-    ordinary: tuple[str, ...] = ()
-    grids: tuple[str, ...] = ()
-    peaks: Peaks | str | None = None
+    notes: tuple[str, ...]
 
     @property
     def steps(self) -> int:
@@ -77,29 +70,10 @@ class ReversibleReport:
     @property
     def kept_bytes_per_element(self) -> tuple[float, ...]:
         """What each chain keeps from forward to backward: bytes for every element of its state, all steps together."""
-        # Two states, and the bits of every step but the first: the state before that one is not needed again.
-        return tuple(2 * chain.state_bytes + (len(chain.names) - 1) * self.kept_bits / 8 for chain in self.chains)
+        return tuple(map(_count_kept_bytes, self.chains))
 
     def __str__(self) -> str:
-        lines = [f"{self.model}: {self.coupling} coupling, {self.kept_bits} bits kept of every element and step"]
-        branches = self.branches or ("",) * len(self.chains)
-        for chain, block, parts, size in zip(self.chains, self.blocks, branches, self.kept_bytes_per_element, strict=True):
-            stored = chain.input_bytes * len(chain.blocks)
-            dtypes = (
-                f"{stored} in float64" if chain.input_bytes == 8 else f"{stored} in float32, {stored // 2} in half precision"
-            )
-            each = f"two of each {block} ({parts})" if chain.branches else f"each a {block}"
-            lines.append(
-                f"{chain.path}: {len(chain.names)} steps, {each}; they keep {size:g} bytes for "
-                "every element of the state "
-                f"(their inputs alone would be {dtypes}), on a grid of "
-                f"2^-{_get_fraction_bits(chain)}"
-            )
-        lines += self.grids
-        if self.similarity is not None:
-            lines.append(str(self.similarity))
-        if self.peaks is not None:
-            lines.append(str(self.peaks))
+        lines = [*self.notes, *(str(each) for each in (self.similarity, self.peaks) if each is not None)]
         if self.restarts:
             lines.append(
                 f"{len(self.restarts)} of {sum(len(chain.blocks) for chain in self.chains)} blocks begin a chain of their own, "
@@ -151,27 +125,27 @@ def reversible_(
     Raises:
         UnknownNameError: no list of blocks of this path, or no such coupling.
         InputError: a network that is compiled, planned, checkpointed or reversible already; a path or number that is none.
-        ConversionError: no two blocks of a list can be steps, with the reasons. The network is then as it was.
+        ConversionError: no two blocks of a list can be steps, with the reasons; or a training step on the batch fails. The
+            network is then as it was.
     Cost: two states for each chain, kept_bits for each element and step, and one extra forward of each block.
     """
     lists = find_lists(model, paths, has_batch=batch is not None)
     _require_numbers(coupling, kept_bits, fraction_bits)
     if split is not None:
         _require_split(split, batch)
-    surveys, before = (None, None) if batch is None else survey_blocks(model, lists, batch)
+    surveys, before, notes = (None, None, []) if batch is None else survey_blocks(model, lists, batch)
     chosen, ordinary, left = choose_chains(model, lists, surveys, is_named=bool(paths))
     branches = {} if split is None else find_branches(model, chosen, split, batch)
-    chooses = surveys is not None and fraction_bits is None
-    grids, notes = choose_grids(model, chosen, surveys or {}, batch) if chooses else ({}, ())
+    names = () if split is None else tuple(name if isinstance(name, str) else name[0] for name in split)
     chains, steps = list[BlockChain](), list[BlockStep]()
     for path, blocks in chosen.items():
-        states, digits = grids.get(path, (None, fraction_bits))
         owner = model.get_submodule(next(iter(blocks)).rpartition(".")[0].rpartition(".")[0])
-        names = () if split is None else tuple(name if isinstance(name, str) else name[0] for name in split)
-        recurrence = _make_coupling(coupling, kept_bits, digits)
-        chain = BlockChain(
-            path, owner, list(blocks), recurrence, names, check_patterns(keep), states, is_surveyed=path in grids
-        )
+        grid = StateGrid(fraction_bits=fraction_bits)
+        if surveys is not None and fraction_bits is None:
+            grid, note = _choose_grid(model, [surveys[name] for name in blocks])
+            notes += [f"{path}: {note}"] if note else []
+        recurrence = _make_coupling(coupling, kept_bits, grid.fraction_bits)
+        chain = BlockChain(path, owner, list(blocks), recurrence, names, check_patterns(keep), grid)
         chains.append(chain)
         for i, (name, block) in enumerate(blocks.items()):
             if split is None:
@@ -187,26 +161,25 @@ def reversible_(
             with observe_calls(partial(_note_restart, restarts)), FlopCounter() as flops:
                 similarity = measure_similarity(before, run_network(model, batch), batch)
             peaks = count_peaks(model, batch, steps, fake=flops.forward * 4 > FEW_FLOPS)
-        if similarity is not None:
-            warn_of_another_function(type(model).__name__, similarity.cosine, _KEEP_NEARER)
-        return ReversibleReport(
-            type(model).__name__,
-            tuple(chains),
-            tuple(" or ".join(dict.fromkeys(type(block).__name__ for block in blocks.values())) for blocks in chosen.values()),
-            coupling,
-            kept_bits,
-            similarity,
-            left,
-            tuple(_describe_branches(blocks.values(), branches) for blocks in chosen.values()) if branches else (),
-            tuple(restarts),
-            tuple(f"{name} {reason}" for name, reason in ordinary.items()),
-            notes,
-            peaks,
-        )
+            remedy = " ".join([*(f"{note}." for note in notes), _KEEP_NEARER])
+            warn_of_another_function(type(model).__name__, similarity.cosine, remedy)
     except BaseException:
         for step in steps:
             step.remove()
         raise
+    return ReversibleReport(
+        tuple(chains),
+        similarity,
+        peaks,
+        tuple(restarts),
+        tuple(f"{name} {reason}" for name, reason in ordinary.items()),
+        left,
+        (
+            f"{type(model).__name__}: {coupling} coupling, {kept_bits} bits kept of every element and step",
+            *(_describe(chain, blocks.values(), branches) for chain, blocks in zip(chains, chosen.values(), strict=True)),
+            *notes,
+        ),
+    )
 
 
 def ordinary_(model: nn.Module) -> None:
@@ -231,22 +204,41 @@ def ordinary_(model: nn.Module) -> None:
         raise
 
 
-def _describe_branches(blocks: Iterable[nn.Module], branches: dict[nn.Module, Branches]) -> str:
-    """Return the submodules that compute the branches of blocks, in words; blocks may differ."""
-    words = (", then ".join(join_names(branch.parts) for branch in branches[block]) for block in blocks)
-    return " or ".join(dict.fromkeys(words))
+def _choose_grid(model: nn.Module, surveys: Iterable[BlockSurvey]) -> tuple[StateGrid, str]:
+    """Return the grid of a chain of these blocks, and what to say of it."""
+    evaluation, training = StateSizes(), StateSizes()
+    dtype = torch.float32
+    for survey in surveys:
+        evaluation, training = evaluation | survey.sizes, training | survey.training_sizes
+        dtype = dtype if survey.state is None or survey.state[1] in HALF else survey.state[1]
+    return choose_grid(evaluation, training, dtype, all(has_float64(p.device) for p in model.parameters()))
+
+
+def _describe(chain: BlockChain, blocks: Iterable[nn.Module], branches: Mapping[nn.Module, Branches]) -> str:
+    """Return what the steps of a chain are and keep, in words."""
+    classes = " or ".join(dict.fromkeys(type(block).__name__ for block in blocks))
+    each = f"each a {classes}"
+    if branches:
+        parts = dict.fromkeys(", then ".join(join_names(branch.parts) for branch in branches[block]) for block in blocks)
+        each = f"two of each {classes} ({' or '.join(parts)})"
+    stored, digits = chain.input_bytes * len(chain.blocks), chain.coupling.fraction_bits
+    dtypes = f"{stored} in float64" if chain.input_bytes == 8 else f"{stored} in float32, {stored // 2} in half precision"
+    usual = GRIDS[torch.float64 if chain.state_bytes == 8 else torch.float32][0]
+    return (
+        f"{chain.path}: {len(chain.names)} steps, {each}; they keep {_count_kept_bytes(chain):g} bytes for every element "
+        f"of the state (their inputs alone would be {dtypes}), on a grid of 2^-{usual if digits is None else digits}"
+    )
+
+
+def _count_kept_bytes(chain: BlockChain) -> float:
+    # Two states, and the bits of every step but the first: the state before that one is not needed again.
+    return 2 * chain.state_bytes + (len(chain.names) - 1) * cast(int, chain.coupling.kept_bits) / 8
 
 
 def _note_restart(restarts: list[str], step: nn.Module, inputs: Any, states: Sequence[Tensor]) -> None:
     """Note a block that begins a chain, where both states are one, without being the first of its list."""
     if isinstance(step, BlockStep) and step.index and states[0] is states[1]:
         restarts.append(step.name)
-
-
-def _get_fraction_bits(chain: BlockChain) -> int:
-    """Return how many binary digits after the point the states of a chain have."""
-    usual = GRIDS[torch.float64 if chain.state_bytes == 8 else torch.float32][0]
-    return usual if chain.coupling.fraction_bits is None else chain.coupling.fraction_bits
 
 
 def _make_coupling(name: BlockCoupling, kept_bits: int, fraction_bits: int | None) -> Coupling:

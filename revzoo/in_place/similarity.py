@@ -42,7 +42,10 @@ def run_network(model: nn.Module, batch: Any) -> Tensor:
         outputs = call(model, batch)
     main = next((t for t in tensors_in(outputs) if t.is_floating_point() and t.dim() > 1), None)
     if main is None:
-        raise InputError(f"The network returns no rows that could be compared. Received: {type(outputs).__name__}.")
+        raise InputError(
+            "The network returns no rows that could be compared before and after, that is no tensor of two or more dimensions. "
+            f"Received: {type(outputs).__name__}. Return such a tensor, alone or in a tuple, dict or dataclass."
+        )
     return main.float()
 
 

@@ -28,34 +28,20 @@ from revzoo.runtime.nested import map_tensors, tensors_in
 
 Split = tuple[str | Sequence[str], str | Sequence[str]]
 Branches = tuple[Branch, Branch]
+_Run = Callable[[Tensor], Any]  # of a block, with the state given
 
 # Submodules that compute a branch, by its name. The first that a block has are taken, so those that have more come first.
-LAYOUTS: dict[str, tuple[tuple[str, ...], ...]] = {
+LAYOUTS: dict[str, tuple[str, ...]] = {
     "attention": (
-        ("self_attn", "encoder_attn"),
-        ("self_attn", "cross_attn"),
-        ("attn", "crossattention"),
-        ("layer.0.SelfAttention", "layer.1.EncDecAttention"),
-        ("layer.0.SelfAttention",),
-        ("self_attn",),
-        ("self_attention",),
-        ("attention",),
-        ("attn",),
+        "self_attn encoder_attn", "self_attn cross_attn", "attn crossattention",
+        "layer.0.SelfAttention layer.1.EncDecAttention", "layer.0.SelfAttention",
+        "self_attn", "self_attention", "attention", "attn",
     ),
     "mlp": (
-        ("intermediate", "output.dense"),
-        ("layer.2.DenseReluDense",),
-        ("layer.1.DenseReluDense",),
-        ("fc1", "fc2"),
-        ("linear1", "linear2"),
-        ("feed_forward",),
-        ("block_sparse_moe",),
-        ("mlp",),
-        ("ffn",),
-        ("ff",),
-        ("moe",),
+        "intermediate output.dense", "layer.2.DenseReluDense", "layer.1.DenseReluDense", "fc1 fc2", "linear1 linear2",
+        "feed_forward", "block_sparse_moe", "mlp", "ffn", "ff", "moe",
     ),
-}
+}  # fmt: skip
 _SPACINGS = 4.0  # by how many relative spacings of its numbers rounding may change a state
 _USUAL = "Leave out split= to make whole blocks the steps."
 
@@ -93,7 +79,8 @@ def _find_parts(block: nn.Module, name: str, branch: str | Sequence[str]) -> tup
     """Return the paths of the submodules that compute a branch."""
     paths = {path for path, _ in block.named_modules() if path}
     if isinstance(branch, str) and branch in LAYOUTS:
-        if parts := next((parts for parts in LAYOUTS[branch] if paths.issuperset(parts)), None):
+        layouts = (tuple(layout.split()) for layout in LAYOUTS[branch])
+        if parts := next(filter(paths.issuperset, layouts), None):
             return parts
     elif missing := [path for path in ([branch] if isinstance(branch, str) else branch) if path not in paths]:
         raise UnknownNameError(f"submodule of {name}", missing[0], sorted(paths | set(LAYOUTS)))
@@ -167,7 +154,7 @@ class _Trial:
             finally:
                 del self._block  # the copy has the hook that has called this, which holds all blocks: a cycle
 
-    def _find_and_test(self, run: Callable[[Tensor], Any], x: Tensor) -> Branches:
+    def _find_and_test(self, run: _Run, x: Tensor) -> Branches:
         first, second = self._parts
         rest = list(_find_rest(self._block, "", {*first, *second}))
         watched = Branch((*first, *second, *rest), {})
@@ -176,8 +163,8 @@ class _Trial:
             run(x)
         returns = {path: map_tensors(lambda _: None, value) for path, value in returned.items()}
         branches = (
-            self._silence_idle(self._make_branch(first, second, returns), run, x, rest, returns),
-            self._silence_idle(self._make_branch(second, first, returns), run, x, rest, returns),
+            self._make_branch(first, second, rest, returns, run, x),
+            self._make_branch(second, first, rest, returns, run, x),
         )
         self._require_single_statistics(branches)
         for training in (False, True):
@@ -197,7 +184,7 @@ class _Trial:
             )
         return branches
 
-    def _run_branches(self, branches: Branches, run: Callable[[Tensor], Any], x: Tensor) -> Any:
+    def _run_branches(self, branches: Branches, run: _Run, x: Tensor) -> Any:
         """Return what the block returns when its branches run in two steps."""
         value, returned = x, dict[str, Any]()
         for branch in branches:
@@ -226,19 +213,22 @@ class _Trial:
         if len(whole) != len(split) or not all(map(_is_alike, whole, split)):
             raise ConversionError(f"{self._name} {what} a tensor that changes when its two branches run in two steps. {_USUAL}")
 
-    def _make_branch(self, parts: tuple[str, ...], other: tuple[str, ...], returns: Mapping[str, Any]) -> Branch:
-        """Return the branch that is left when the parts of the other one are silenced."""
+    def _make_branch(
+        self,
+        parts: tuple[str, ...],
+        other: tuple[str, ...],
+        rest: Sequence[str],
+        returns: Mapping[str, Any],
+        run: _Run,
+        x: Tensor,
+    ) -> Branch:
+        """Return the branch that is left when the parts of the other one are silenced, and what then gets only zeros."""
         needed = tuple(path for path in other if path in returns)
         if not needed:
             raise ConversionError(
                 f"{self._name} does not call {join_names(other)} as a submodule, so this branch cannot be left out. {_USUAL}"
             )
-        return Branch(parts, {path: returns.get(path) for path in other}, needed)
-
-    def _silence_idle(
-        self, branch: Branch, run: Callable[[Tensor], Any], x: Tensor, rest: Sequence[str], returns: Mapping[str, Any]
-    ) -> Branch:
-        """Return the branch with more submodules silenced: what gets only zeros once the other branch is silent."""
+        branch = Branch(parts, {path: returns.get(path) for path in other}, needed)
         given = dict[str, bool]()  # of each submodule that is given a state: whether it is anything but zeros
         with ExitStack() as stack, torch.enable_grad(), silence(self._block, branch, self._name, x.dtype):
             for path in rest:
@@ -295,9 +285,6 @@ def _randomize(p: Tensor) -> Tensor:
 
 def _is_alike(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are the same but for rounding."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    tolerance = _SPACINGS * torch.finfo(a.dtype).eps
-    return torch.equal(a, b) or bool((a - b).double().norm() <= tolerance * a.double().norm())
+    if (a.shape, a.dtype) != (b.shape, b.dtype) or torch.equal(a, b) or not a.is_floating_point():
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return bool((a - b).double().norm() <= _SPACINGS * torch.finfo(a.dtype).eps * a.double().norm())

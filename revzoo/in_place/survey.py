@@ -1,11 +1,9 @@
-"""What the blocks of a network do on a batch: which can be steps of a chain, why others cannot, how large states are."""
+"""What the blocks of a network do on a batch: which can be steps of a chain, and why others cannot."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -14,41 +12,13 @@ from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import call, in_mode, isolated
 from revzoo.block_steps.conventions import get_state, list_results, look_for_state
-from revzoo.block_steps.row_size import LEAST_DIGITS, measure_smallest_row
-from revzoo.device import has_float64
-from revzoo.dtype import HALF
+from revzoo.block_steps.state_grid import StateSizes
 from revzoo.in_place.similarity import run_network
 from revzoo.runtime.attributes import Attributes
-from revzoo.runtime.exact import GRIDS
+from revzoo.runtime.inventory import Inventory
 
-FRACTION_BITS = (4, 40)  # the fewest and the most
-_ROOM = 4  # binary digits that states may grow by in training
-Grid = tuple[torch.dtype | None, int]  # of the states of a chain: their dtype, and binary digits after the point
 _LEAST_FACTOR = 0.1  # of its input in what a residual block returns; norms make it smaller than 1
 _NOTHING = torch.empty(0)  # in place of a result that is no tensor
-_RESOLUTION = 13  # binary digits of the smallest row of a state
-
-
-@dataclass
-class StateSizes:
-    """How large states are.
-
-    Args:
-        largest: magnitude of an element.
-        smallest: root mean square of a row that is not zero.
-    """
-
-    largest: float = 0.0
-    smallest: float = math.inf
-
-    def add(self, state: Tensor) -> None:
-        """Consider a state."""
-        if state.numel():
-            self.smallest = min(self.smallest, measure_smallest_row(state))
-            self.largest = max(self.largest, float(state.detach().abs().amax()))
-
-    def __or__(self, other: "StateSizes") -> "StateSizes":
-        return StateSizes(max(self.largest, other.largest), min(self.smallest, other.smallest))
 
 
 @dataclass
@@ -61,7 +31,8 @@ class BlockSurvey:
         state: shape and dtype of its state.
         place: of the new state among several results.
         is_clear: whether the state is seen in what the block returns; without enough elements it may be there all the same.
-        sizes: of its states.
+        sizes: of its states in eval mode.
+        training_sizes: of its states in training mode; none for a network that is not trained.
     """
 
     calls: int = 0
@@ -70,6 +41,7 @@ class BlockSurvey:
     place: int = 0
     is_clear: bool = False
     sizes: StateSizes = field(default_factory=StateSizes)
+    training_sizes: StateSizes = field(default_factory=StateSizes)
 
     def add_call(self, x: Any, state: Any, value: Any) -> None:
         """Consider a call.
@@ -88,7 +60,7 @@ class BlockSurvey:
             return
         self.state = self.state or (x.shape, x.dtype)
         results = list_results(value)
-        fitting = [i for i, t in enumerate(results) if _is_like(t, x)]
+        fitting = [i for i, t in enumerate(results) if isinstance(t, Tensor) and (t.shape, t.dtype) == (x.shape, x.dtype)]
         fitting = [i for i in fitting if results[i] is not x] or fitting  # x itself may be handed on
         counts = {i: _count_input(state, results[i]) for i in fitting}
         # Nothing of the state is in it, and not for want of elements to see it in.
@@ -107,7 +79,7 @@ class BlockSurvey:
             )
         elif len(unrelated) == len(fitting):
             self.reason = (
-                f"is no residual map: it returns {counts[fitting[0]][0]:.2f} times its input and something unrelated, and a "
+                f"is no residual map: it returns {counts[fitting[0]][0]:z.2f} times its input and something unrelated, and a "
                 "step has to return its state with something added"
             )
         else:
@@ -118,57 +90,13 @@ class BlockSurvey:
             self.sizes.add(get_state(value, self.place))
 
 
-def choose_grids(
-    model: nn.Module, chains: Mapping[str, Mapping[str, nn.Module]], surveys: Mapping[str, BlockSurvey], batch: Any
-) -> tuple[dict[str, Grid], tuple[str, ...]]:
-    """Return a grid for each chain that resolves the smallest row of its states and holds the largest element, with room.
-
-    In eval mode, a network whose BatchNorms have no statistics yet has much smaller states than in training: the grid holds
-    both. Where 24 digits are too few for the smallest row in training, states are float64. That costs four more bytes for each
-    element of two states, which is less than a block that stays ordinary.
-
-    Args:
-        model: the network; no trace of a run in training mode remains.
-        chains: blocks by name, by the path of their chain.
-        surveys: of the blocks in eval mode.
-        batch: as for `call`.
-    Returns:
-        The dtype of the states of each chain, None for the usual one, and the binary digits after the point; and notes.
-    """
-    training, error = _survey_training(model, chains, surveys, batch)
-    notes = [f"This batch cannot be run in training mode ({error}): grids fit the states in eval mode alone"] if error else []
-    has_more_digits = all(has_float64(p.device) for p in model.parameters())
-    grids: dict[str, Grid] = {}
-    for path, blocks in chains.items():
-        sizes = reduce(or_, (surveys[name].sizes for name in blocks), training[path])
-        own = next((state[1] for name in blocks if (state := surveys[name].state) is not None), torch.float32)
-        own = torch.float32 if own in HALF else own
-        grids[path] = None, (bits := _count_fraction_bits(sizes, own))
-        resolved = 2.0 ** (LEAST_DIGITS - bits)
-        smallest = (training[path] if training[path].largest else sizes).smallest
-        words = f"tokens or pixels of {sizes.smallest:.2g} beside elements of {sizes.largest:.2g}"
-        if smallest < resolved and own is not torch.float64 and has_more_digits:
-            grids[path] = torch.float64, _count_fraction_bits(sizes, torch.float64)
-            notes.append(f"{path}: states are float64, because the 24 binary digits of float32 do not hold {words}")
-        elif sizes.smallest < resolved:
-            in_eval = " in eval mode; in training mode they are larger" if smallest >= resolved else ""
-            notes.append(f"{path}: the grid is too coarse for {words}{in_eval}")
-    return grids, tuple(notes)
-
-
-def _count_fraction_bits(sizes: StateSizes, dtype: torch.dtype) -> int:
-    usual, digits = GRIDS[dtype]
-    if not (sizes.largest and math.isfinite(sizes.largest) and math.isfinite(sizes.smallest)):
-        return usual
-    wanted = max(usual, _RESOLUTION - math.floor(math.log2(sizes.smallest)))
-    bits = min(wanted, digits - _ROOM - math.ceil(math.log2(sizes.largest)))
-    return max(FRACTION_BITS[0], min(bits, FRACTION_BITS[1]))
-
-
 def survey_blocks(
     model: nn.Module, lists: Mapping[str, Mapping[str, nn.Module]], batch: Any
-) -> tuple[dict[str, BlockSurvey], Tensor]:
-    """Return what the blocks of lists do on a batch, by name, and the main output of the network."""
+) -> tuple[dict[str, BlockSurvey], Tensor, list[str]]:
+    """Return what the blocks of lists do on a batch, by name; the main output of the network; and notes.
+
+    The network is run in eval mode and, if it has parameters to train, in training mode; no trace of either run remains.
+    """
     blocks = {name: block for members in lists.values() for name, block in members.items()}
     surveys = {name: BlockSurvey() for name in blocks}
     returned: dict[str, list[tuple[ReferenceType[Any], int]]] = {}  # the latest results, and how often each was written into
@@ -202,32 +130,42 @@ def survey_blocks(
     with watched_calls(blocks, watch):
         output = run_network(model, batch)
     look_back()
-    return surveys, output
+    # A network without parameters to train will not be trained as it is.
+    notes = _survey_training(model, blocks, surveys, batch) if any(p.requires_grad for p in model.parameters()) else []
+    return surveys, output, notes
 
 
 def _survey_training(
-    model: nn.Module, chains: Mapping[str, Mapping[str, nn.Module]], surveys: Mapping[str, BlockSurvey], batch: Any
-) -> tuple[dict[str, StateSizes], str]:
-    """Return how large the states of chains are in training mode, by path; nothing, and why, if this batch cannot be run so."""
-    blocks = {name: block for members in chains.values() for name, block in members.items()}
-    sizes = {name: StateSizes() for name in blocks}
+    model: nn.Module, blocks: Mapping[str, nn.Module], surveys: Mapping[str, BlockSurvey], batch: Any
+) -> list[str]:
+    """Add to surveys what blocks do in training mode; return a note if the network cannot be run so."""
 
-    def watch(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def follow(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        survey, held = surveys[name], Inventory(blocks[name])
+        versions = [t._version for t in held.fixed]
         value = forward(*args, **kwargs)
-        states = look_for_state(blocks[name], args, kwargs)[0], get_state(value, surveys[name].place)
-        for state in filter(torch.is_tensor, states):
-            sizes[name].add(state)
+        moved = next((t for t, version in zip(held.fixed, versions, strict=True) if t._version != version), None)
+        if changed := held.find_replaced() if moved is None else held.name(moved):
+            survey.reason = survey.reason or (
+                f"changes its {changed!r} in forward, so a second run would not repeat the first (if its first call alone does "
+                "so, call the network once before)"
+            )
+        if survey.reason is None and survey.calls:
+            for state in filter(
+                torch.is_tensor, (look_for_state(blocks[name], args, kwargs)[0], get_state(value, survey.place))
+            ):
+                survey.training_sizes.add(state)
         return value
 
-    error = ""
-    if not any(p.requires_grad for p in model.parameters()):
-        return dict.fromkeys(chains, StateSizes()), error  # it will not be trained as it is
     try:
-        with isolated(model, batch) as inputs, in_mode(model, training=True), torch.no_grad(), watched_calls(blocks, watch):
+        with isolated(model, batch) as inputs, in_mode(model, training=True), torch.no_grad(), watched_calls(blocks, follow):
             call(model, inputs)
     except Exception as problem:  # of the network's own code: one that wants targets in training mode, for example
-        error, sizes = f"{type(problem).__name__}: {problem}".splitlines()[0], {}
-    return {path: reduce(or_, (sizes.get(n, StateSizes()) for n in members)) for path, members in chains.items()}, error
+        for survey in surveys.values():
+            survey.training_sizes = StateSizes()
+        error = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        return [f"This batch cannot be run in training mode ({error}): grids fit the states in eval mode alone"]
+    return []
 
 
 @contextmanager
@@ -250,10 +188,6 @@ def watched_calls(
         yield
     finally:
         attributes.restore()
-
-
-def _is_like(t: Any, x: Tensor) -> bool:
-    return isinstance(t, Tensor) and t.shape == x.shape and t.dtype == x.dtype
 
 
 def _count_input(state: Tensor, out: Tensor) -> tuple[float, float]:

@@ -71,7 +71,8 @@ class Conditions:
 
     def require_repeatable(self) -> None:
         """Raise RecoveryError if f has changed a buffer or parameter of its own, so that a second run would not repeat it."""
-        if changed := self._find_changed():
+        has_replaced = self.is_observed and not self.inventory.has_same_entries()
+        if changed := self._find_changed() or (self.inventory.find_replaced() if has_replaced else None):
             raise RecoveryError(
                 f"{self._name} changes its {changed!r} in forward, so a second run would not repeat the first. "
                 f"Set the schedule of {self._name} to 'store'. (BatchNorm's running statistics need no change; layers that set "

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from revzoo.errors import InputError
@@ -163,9 +164,11 @@ def keep_regions(f: Callable[..., Any], name: str, forward: Forward, conditions:
             f"keep names a {type(refused[0]).__name__} of {name} that is compiled, scripted or made of layers with an inverse, "
             "so its output cannot be kept. Name other modules, or compile the whole model instead of the step."
         )
-    seen = inventory.submodules if conditions.is_observed and not is_compiled else ()
+    seen = list[nn.Module]()
+    if conditions.is_observed and not is_compiled:  # norms return no integers, and those of inplace_abn_ do not fold with hooks
+        seen = [module for module in inventory.submodules if not isinstance(module, _NormBase) and _may_have_hooks(module)]
     known = [module for module in inventory.submodules if module in inventory.learned.regions] if not is_compiled else []
-    return KeptRegions((*named, *known), list(filter(_may_have_hooks, seen))) if named or known or seen else None
+    return KeptRegions((*named, *known), seen) if named or known or seen else None
 
 
 def _may_have_hooks(module: nn.Module) -> bool:

@@ -1,11 +1,14 @@
 """The tensors in nested collections: batches, outputs of models, arguments of operations.
 
 PyTorch's pytrees know lists, tuples, dictionaries, named tuples and whatever registered itself. A batch may also be a mapping
-that is not registered, such as the BatchEncoding of Hugging Face's tokenizers, or any iterable. NumPy arrays hold no tensors.
+that is not registered, such as the BatchEncoding of Hugging Face's tokenizers, or any iterable; outputs may be dataclasses.
+NumPy arrays hold no tensors.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +33,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         elif isinstance(leaf, Iterable) and not isinstance(leaf, str | bytes) and not hasattr(leaf, "__array__"):
             for item in leaf if isinstance(leaf, Iterator) else _list_items(leaf):
                 yield from tensors_in(item)
+        elif held := _read_fields(leaf):
+            yield from tensors_in(held)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -48,9 +53,20 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
             return {key: map_tensors(function, value) for key, value in leaf.items()}
         if isinstance(leaf, tuple | list):  # a subclass that is not registered
             return type(leaf)(map_tensors(function, item) for item in leaf)
+        held = _read_fields(leaf)
+        if next(tensors_in(held), None) is not None:
+            leaf = copy.copy(leaf)
+            for name, value in held.items():
+                object.__setattr__(leaf, name, map_tensors(function, value))  # it may be frozen
         return leaf
 
     return tree_map(convert, tree)
+
+
+def _read_fields(leaf: Any) -> dict[str, Any]:
+    """Return what a dataclass holds; nothing of any other object."""
+    names = [each.name for each in fields(leaf)] if is_dataclass(type(leaf)) else []
+    return {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
 
 
 def _list_items(leaf: Iterable[Any]) -> list[Any]:

@@ -49,6 +49,18 @@ class Tiny(nn.Module):
         return self.head(self.norm(x[:, 0]))
 
 
+class Channels(Tanh):
+    """A block of tokens or, with 4 dimensions, of images."""
+
+    def __init__(self, dimensions):
+        super().__init__()
+        self.axis = 1 if dimensions == 4 else -1
+
+    def forward(self, x):
+        x = x.movedim(self.axis, -1)
+        return super().forward(x).movedim(-1, self.axis)
+
+
 TOKENS = torch.linspace(-4, 4, 2 * 5 * 6).view(2, 5, 6)
 
 
@@ -108,6 +120,18 @@ def test_without_a_batch_tiny_tokens_are_warned_of_once():
     model(TOKENS)  # where warnings are errors
     revzoo.reversible_(normal := Tiny(scale=0.1))
     normal(TOKENS)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 6), (2, 6, 4, 4)])
+def test_later_states_that_are_much_smaller_are_warned_of_once(shape):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Channels(len(shape)) for _ in range(3)])
+    x = torch.randn(shape)
+    revzoo.reversible_(model, batch=x)
+    model(x.flip(0))
+    with pytest.warns(UserWarning, match=r"0 begins a chain.*has size .*e-0.*leaves little"):
+        model(1e-4 * x)
+    model(1e-4 * x)  # where warnings are errors
 
 
 def test_another_function_is_warned_of():

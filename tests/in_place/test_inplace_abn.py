@@ -458,6 +458,21 @@ def test_second_calls_and_compiled_models_are_refused():
         revzoo.inplace_abn_(model, x)
 
 
+@pytest.mark.parametrize("change", [(revzoo.reversible_, revzoo.inplace_abn_), (revzoo.inplace_abn_, revzoo.reversible_)])
+def test_blocks_that_reversible_changed_or_will_change(change):
+    torch.manual_seed(0)
+    blocks = (Block(lambda m, x: x + m.next(m.act(normed(m, x)))) for _ in range(3))
+    model, x = randomise(nn.Sequential(*blocks)), images()
+    reports = [each(model, batch=x) for each in change]
+    chain = next(report for report in reports if not hasattr(report, "folded")).chains[0]
+    results = []
+    for mode in ("invert", "recompute", "store"):
+        chain.schedule = mode
+        results.append(step(model, x))
+    assert all(torch.equal(a, b) for grads in (results[0][1], results[1][1]) for a, b in zip(grads, results[2][1], strict=True))
+    assert [type(model[i].bn) for i in range(3)] == [FoldableBatchNorm2d] * 3
+
+
 def test_steps_of_a_reversible_network():
     """In every mode: in-place ABN lowers what is held while a step is recovered."""
     torch.manual_seed(0)

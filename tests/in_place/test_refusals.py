@@ -9,7 +9,7 @@ from torch import nn
 
 import revzoo
 from revzoo.analysis.chains import find_block_chains
-from revzoo.errors import ConversionError, InputError, UnknownNameError
+from revzoo.errors import ConversionError, InputError, RecoveryError, UnknownNameError
 from tests.in_place.networks import TEXT, Tanh, Toy, X, assert_equal, llama, switch_checkpointing, train_step
 
 
@@ -56,6 +56,50 @@ def test_blocks_that_cannot_be_steps_stay_ordinary_with_the_reason(name):
     before = [dict(m.__dict__) for m in toy.modules()]
     with pytest.raises(ConversionError, match=f"blocks.0 {reason}"):
         revzoo.reversible_(toy, "blocks", batch=X.clone())
+    assert [dict(m.__dict__) for m in toy.modules()] == before
+
+
+class Ranged(Tanh):
+    """A block with the largest input so far in a buffer, as quantised networks have."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.largest = torch.maximum(self.largest, x.detach().amax())
+        return super().forward(x)
+
+
+def spectral():
+    block = Tanh()
+    nn.utils.parametrizations.spectral_norm(block.layer)
+    return block
+
+
+@pytest.mark.parametrize(("make", "buffer"), [(Ranged, "largest"), (spectral, r"layer\S+_u")])
+def test_blocks_that_change_their_buffers_in_training_stay_ordinary(make, buffer):
+    torch.manual_seed(0)
+    toy = Toy(Tanh(), Tanh(), make())
+    report = revzoo.reversible_(toy, batch=X)
+    assert re.match(f"blocks.2 changes its '{buffer}' in forward, so a second run would not repeat", report.ordinary[0])
+    toy.train()(X).sum().backward()
+    with pytest.raises(ConversionError, match=f"blocks.0 changes its '{buffer}' in forward"):
+        revzoo.reversible_(Toy(make(), make()), batch=X)
+    revzoo.reversible_(toy := Toy(make(), make()))
+    with pytest.raises(RecoveryError, match=f"blocks.0 changes its '{buffer}' in forward"):
+        toy.train()(X)
+
+
+def test_a_network_that_no_training_step_would_end_is_refused_and_stays_as_it_was():
+    numbers = iter(range(99))
+    toy = Toy(Tanh(), Tanh(lambda m, x: x + next(numbers) * m.layer(x)), Tanh())
+    before = [dict(m.__dict__) for m in toy.modules()]
+    with pytest.raises(ConversionError, match=r"(?s)step of the reversible Toy fails.*blocks.1 ran differently.*revzoo.plan"):
+        revzoo.reversible_(toy, batch=X)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        revzoo.reversible_(toy, batch=X[:, :3])
     assert [dict(m.__dict__) for m in toy.modules()] == before
 
 

@@ -1,6 +1,8 @@
 """Tensors in nested collections: those that PyTorch's pytrees know, and batches of other kinds."""
 
 from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,12 @@ import torch
 from revzoo.runtime.nested import map_tensors, tensors_in
 
 Point = namedtuple("Point", "x, y")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    scores: Any
+    name: str = ""
 
 
 class Encoding(UserDict):
@@ -23,6 +31,7 @@ def test_tensors_in_any_nesting_come_in_order():
     a, b, c = torch.zeros(3).unbind()
     assert [id(t) for t in tensors_in({"b": a, "a": [b, {"c": (c, None, 3)}], "d": "text"})] == [id(a), id(b), id(c)]
     assert [id(t) for t in tensors_in(Point(Encoding(x=a, y=[b]), Pixels([c])))] == [id(a), id(b), id(c)]
+    assert [id(t) for t in tensors_in([Outputs([a, {"b": b}]), Outputs])] == [id(a), id(b)]
     assert list(tensors_in(None)) == []
     assert [id(t) for t in tensors_in([np.array(2.0), np.zeros(3), a])] == [id(a)]
 
@@ -54,6 +63,8 @@ def test_mapped_collections_keep_their_types():
     assert types == [list, tuple, OrderedDict, Point, Pixels]
     assert type(mapped["d"]) is dict  # how an arbitrary mapping is made is not known
     assert mapped["f"] == (2,)
+    outputs = Outputs([x], "x")
+    assert [float(t.sum()) for t in tensors_in([map_tensors(lambda t: t * 3, outputs), outputs])] == [6, 2]
 
 
 def test_a_generator_is_not_mapped():
