@@ -51,7 +51,7 @@ from revzoo.runtime.ownership import ModuleReference
 from revzoo.runtime.round import Round, begin_round
 from revzoo.runtime.schedule import check_schedule
 from revzoo.runtime.segment import InvertedSegment
-from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
+from revzoo.runtime.transforms import must_store, refuse_exact_derivatives
 from revzoo.runtime.update import Step
 
 # What to do where states leave the grid.
@@ -308,8 +308,6 @@ class BlockStep(nn.Module):
         arguments, may_repeat = self._leave_out_caches(arguments)
         if not may_repeat:
             mode = Mode.STORE
-        if mode.drops:
-            refuse_to_drop(f"Set the schedule of {self.name} to 'store'")
         return self._run(x, arguments, mode)
 
     def _run(self, x: Tensor, arguments: Arguments, mode: Mode) -> Any:

@@ -37,7 +37,7 @@ from revzoo.runtime.inventory import Pattern, check_patterns, forget_inventory
 from revzoo.runtime.layout import LayoutEntry, Scheduled
 from revzoo.runtime.lookahead import LookaheadOption, begin_lookahead
 from revzoo.runtime.segment import InvertedSegment
-from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
+from revzoo.runtime.transforms import must_store, refuse_exact_derivatives
 from revzoo.runtime.update import Step, StepUpdate, is_dense
 
 # What to do where states leave the grid, with couplings that keep bits and with others.
@@ -179,8 +179,7 @@ def run_chain(
 
     Raises:
         InputError: streams of different dtype or device, or an f whose output does not fit the stream it is added to.
-        RecoveryError: exact=True and a state has left the grid, an f that cannot be repeated, or a transform of `torch.func`
-            under which nothing can be recovered.
+        RecoveryError: exact=True and a state has left the grid, or an f that cannot be repeated.
     """
     if not (isinstance(x1, Tensor) and isinstance(x2, Tensor)):
         hint = ""
@@ -251,7 +250,6 @@ def _run_recorded(
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
     if must_store() and segment is None:
         return _run_plain(links, x1, x2, side, exact)
-    refuse_to_drop("Set the schedule of every step to 'store'")
     steps = [link for link in links if isinstance(link, Step)]
     grid, pair = _start(links, x1, x2, exact, will_invert=any(step.mode.inverts for step in steps))
     forward = Forward(x1, side=side, lookahead=lookahead, grid=grid, keep=keep)

@@ -20,6 +20,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from revzoo.errors import RecoveryError
@@ -160,6 +161,8 @@ class RecordedCall:
             keeper.note_saved(slot, tensor)
         if self._watch is not None:
             self._watch.note(slot, tensor)
+        if self.forward.lookahead is not None and isinstance(tensor, FakeTensor):
+            self.forward.lookahead.follows_tracing = True
         return slot
 
     def _end_keeping(self, regions: Any) -> None:
