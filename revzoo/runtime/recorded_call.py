@@ -82,6 +82,7 @@ class RecordedCall:
         self._sources: list[int | tuple[Tensor, int]] | None = []
         self._given: Sequence[Tensor] = ()  # the inputs, during the first run
         self._requires_grad: list[bool] = []
+        self._is_fake = False  # whether it runs without values
         self.place: int | None = None  # among the items of its segment
         self.outer: RecordedCall | None = None  # the call that may have to run again for this one's input
         self._find_handle: Callable[[], Handle | None] | None = None
@@ -100,6 +101,7 @@ class RecordedCall:
         if not conditions.inventory.learned.may_keep_products:
             self.kept_products, self._keepers = None, []
         self._requires_grad = list(map(_requires_grad, inputs))
+        self._is_fake = isinstance(inputs[0], FakeTensor)
         handle = Handle(self, recoverer)
         self._find_handle = ref(handle)
         try:
@@ -150,8 +152,12 @@ class RecordedCall:
         return out
 
     @leave_uncompiled  # a compiled step calls it
-    def _pack(self, tensor: Tensor) -> int:
-        """Drop a tensor that autograd saves in the first run; return its slot."""
+    def _pack(self, tensor: Tensor) -> int | Tensor:
+        """Drop a tensor that autograd saves in the first run; return its slot, or the tensor if f only traces with it."""
+        if tensor.__class__ is FakeTensor and not self._is_fake:
+            if self.forward.lookahead is not None:
+                self.forward.lookahead.follows_tracing = True
+            return tensor
         dropped = self._dropped
         slot = len(dropped)
         dropped.append((tensor.shape, tensor.dtype))
@@ -161,8 +167,6 @@ class RecordedCall:
             keeper.note_saved(slot, tensor)
         if self._watch is not None:
             self._watch.note(slot, tensor)
-        if self.forward.lookahead is not None and isinstance(tensor, FakeTensor):
-            self.forward.lookahead.follows_tracing = True
         return slot
 
     def _end_keeping(self, regions: Any) -> None:
@@ -284,7 +288,9 @@ class RecordedCall:
             refilled: dict[int, tuple[Tensor, int]] | None = self._refilled
         else:
             refilled = {} if self.conditions.inventory.learned.differentiates else None
-        hooks = RefillHooks(self.name, self._dropped, refilled, random if stop_early else None, self._kept_slots)
+        hooks = RefillHooks(
+            self.name, self._dropped, refilled, random if stop_early else None, self._kept_slots, is_fake=self._is_fake
+        )
         try:
             out = self.conditions.run_again(self._run_under_hooks, inputs, hooks, check_draws)
         except (Exception, AllRefilled):
@@ -407,8 +413,10 @@ class Handle:
         self._lookahead = lookahead = call.forward.lookahead
         self._next = None if lookahead is None else lookahead.latest  # what backward asks for after this call
 
-    def unpack(self, slot: int) -> Tensor:
+    def unpack(self, slot: int | Tensor) -> Tensor:
         """Return the tensor dropped in this slot; recover the call first if it has not been refilled."""
+        if isinstance(slot, Tensor):
+            return slot
         if self._lookahead is not None and self._lookahead.finish(self):
             self._start_next()
         tensor, version = self.call._refilled.pop(slot, _NOTHING)  # what is unpacked is the graph's

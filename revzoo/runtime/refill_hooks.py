@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.compiling import leave_uncompiled
@@ -27,6 +28,8 @@ class RefillHooks:
         refilled: where to put the tensors, each with its version; None to keep none.
         kept: by slot, tensors of the first run that replace those of this one, with their versions in the first run.
         stops_with: knows when all random numbers are drawn, so that the run may end after the last tensor; None: it may not.
+        is_fake: whether the run has no values. Where it has some, tensors without are those of a function that f traces
+            (torch.cond, map), which keeps them itself.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class RefillHooks:
         refilled: dict[int, tuple[Tensor, int]] | None,
         stops_with: RandomState | None,
         kept: Mapping[int, tuple[Tensor, int]] = MappingProxyType({}),
+        is_fake: bool = False,
     ):
         self._name = name
         self._dropped = dropped
@@ -43,13 +47,16 @@ class RefillHooks:
         self._refilled = refilled
         self._kept = kept
         self._stops_with = stops_with
+        self._is_fake = is_fake
         self._detach = detach if torch._C._len_torch_dispatch_stack() else Tensor.detach
         self.error: RecoveryError | None = None  # TorchScript would hide it
         self.seen = 0
         self.has_refilled_all = False
 
     @leave_uncompiled
-    def pack(self, tensor: Tensor) -> int:
+    def pack(self, tensor: Tensor) -> int | Tensor:
+        if tensor.__class__ is FakeTensor and not self._is_fake:
+            return tensor
         slot = self.seen
         if slot == self._count and self.has_refilled_all:  # f has caught what should have ended the run
             raise AllRefilled
@@ -69,8 +76,10 @@ class RefillHooks:
             raise AllRefilled
         return slot
 
-    def unpack(self, slot: int) -> Tensor:
+    def unpack(self, slot: int | Tensor) -> Tensor:
         """Return a tensor for which f itself asks, as it differentiates inside its own forward."""
+        if isinstance(slot, Tensor):
+            return slot
         if not self._dropped:
             raise RecoveryError(
                 f"A result of the second run of {self._name} is differentiated, which a forward hook or f itself has kept, and "
