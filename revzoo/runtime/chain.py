@@ -18,7 +18,6 @@ A call stores nothing on modules, so any number of forwards may precede a backwa
 """
 
 from collections.abc import Iterable, Sequence
-from operator import is_
 from typing import Any, Literal, cast
 
 import torch
@@ -91,12 +90,6 @@ class ReversibleChain(Scheduled, nn.Module):
         self.lookahead = lookahead
         self.keep = check_patterns(keep)
 
-    # Modules, couplings and schedule of the latest forward, and the links made of them.
-    _known_links: tuple[Any, Any, Any, list[Step | Bijection]] = ((), None, None, [])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_known_links"}
-
     @property
     def exact(self) -> bool:
         """Whether exact arithmetic was asked for. A coupling with kept bits puts the streams on a grid in any case."""
@@ -132,18 +125,6 @@ class ReversibleChain(Scheduled, nn.Module):
         return [LayoutEntry(f"steps.{i}", f, kind) for i, (f, kind) in enumerate(zip(self.steps, kinds, strict=True))]
 
     def _links(self) -> list["Step | Bijection"]:
-        if torch.compiler.is_compiling():
-            return self._make_links()
-        modules = list(self.steps)
-        known_modules, known_couplings, known_schedule, links = self._known_links
-        is_same = len(modules) == len(known_modules) and all(map(is_, modules, known_modules))
-        if is_same and self.couplings is known_couplings and self._schedule is known_schedule:
-            return links
-        links = self._make_links()
-        self._known_links = modules, self.couplings, self._schedule, links
-        return links
-
-    def _make_links(self) -> list["Step | Bijection"]:
         layout = self.layout()
         if (count := sum(entry.is_unit for entry in layout)) != len(self._schedule):
             raise ScheduleError(

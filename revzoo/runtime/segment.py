@@ -30,8 +30,8 @@ from torch import Tensor
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.observation import note_inversion
-from revzoo.runtime.recorded_call import RecordedCall, Recoverer
-from revzoo.runtime.refill_hooks import make_inner_derivative_error
+from revzoo.runtime.recorded_call import RecordedCall
+from revzoo.runtime.refill_hooks import Recoverer, make_inner_derivative_error
 from revzoo.runtime.update import States, Update
 
 _get_version: Callable[[Tensor], int] = attrgetter("_version")

@@ -30,8 +30,8 @@ def must_store() -> bool:
 @cache
 def _warn_once(transform: str) -> None:
     warnings.warn(
-        f"Everything is stored inside {_describe(transform)}, which does not support the hooks on saved tensors that recovery "
-        "needs. To save memory, use torch.autograd.grad or .backward() instead.",
+        f"Everything is stored inside {_NAMES.get(transform, transform)}, which does not support the hooks on saved tensors "
+        "that recovery needs. To save memory, use torch.autograd.grad or .backward() instead.",
         stacklevel=2,
     )
 
@@ -62,7 +62,7 @@ def refuse_exact_derivatives(remedy: str = "Use exact=False, and m or beta inste
     if around is not None:
         raise InputError(
             "Exact arithmetic rounds, and has a gradient in torch.autograd.grad and .backward() alone. Received: a call inside "
-            f"{_describe(around)}. {remedy}"
+            f"{_NAMES.get(around, around)}. {remedy}"
         )
 
 
@@ -70,7 +70,3 @@ def _find_innermost() -> str | None:
     """Return the kind of the innermost active transform of torch.func."""
     stack = torch._C._functorch.get_interpreter_stack()
     return stack[-1].key().name if stack else None
-
-
-def _describe(kind: str) -> str:
-    return _NAMES.get(kind, kind)

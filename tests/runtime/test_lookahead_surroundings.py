@@ -331,7 +331,7 @@ def test_it_steps_aside_and_says_so(around, monkeypatch):
             compiler = SimpleNamespace(in_compiled_autograd_region=True)
             monkeypatch.setitem(sys.modules, "torch._dynamo.compiled_autograd", compiler)
         case "device":
-            monkeypatch.setattr("revzoo.runtime.recorded_call.Handle.device", torch.device("mps"))
+            monkeypatch.setattr("revzoo.runtime.refill_hooks.Handle.device", torch.device("mps"))
     try:
         with pytest.warns(UserWarning, match=f"lookahead steps aside: .*{REASONS[around]}") as found:
             (y[0] * y[1]).sum().backward()

@@ -309,7 +309,8 @@ def differentiate(layers: nn.Module, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("f", "schedule"), [*((differentiate, mode) for mode in ("recompute", "selective", "invert")), (choose_by_cond, "selective")]
+    ("f", "schedule"),
+    [*((differentiate, mode) for mode in ("recompute", "selective", "invert")), (choose_by_cond, "selective")],
 )
 def test_transforms_and_operators_inside_a_step_that_need_store(f, schedule):
     chain = chain_of(f, layers=lambda: mlp(0.0))
