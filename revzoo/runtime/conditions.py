@@ -47,7 +47,7 @@ class Conditions:
             self._statistics = [None if moves else _clone(buffers) for buffers, moves in moving]
         self._graph: object = None
         # Tensors that f may change in place; after the first run, those that it has changed.
-        self._plain = find_plain_tensors(inventory.modules) if self._watches_attributes else []
+        self._plain = find_plain_tensors(inventory.modules) if self._watches_attributes else {}
         generators = forward.generators
         if not inventory.devices <= forward.devices:
             generators = find_generators(inventory.devices | forward.devices)
@@ -56,8 +56,8 @@ class Conditions:
     def end_first_run(self) -> None:
         """Note how the random streams have moved, and which tensors."""
         if self._plain:
-            now = set(find_plain_tensors(self.inventory.modules))
-            self._plain = [entry for entry in self._plain if entry not in now]
+            now = find_plain_tensors(self.inventory.modules)
+            self._plain = {at: version for at, version in self._plain.items() if now.get(at) != version}
             self.inventory.learned.sets_attributes |= bool(self._plain)
         self.random.end_first_run()
         if self.random.has_drawn:
@@ -99,7 +99,7 @@ class Conditions:
             # FSDP gathers weights before a call and frees them later, however the call ends.
             if self._watches_attributes and not self.forward.is_one_of_several:
                 attributes = Attributes(*inventory.modules)
-                for place, key, _ in self._plain:  # the run changes a copy
+                for place, key in self._plain:  # the run changes a copy
                     holder = inventory.modules[place].__dict__
                     if isinstance(tensor := holder.get(key), Tensor):
                         holder[key] = tensor.detach().clone()
@@ -159,7 +159,7 @@ class Conditions:
     @property
     def spacing(self) -> float:
         """Relative spacing of the coarsest numbers that f computes with, as far as its parameters and the settings show."""
-        return max(self.forward.spacing, self.inventory.spacing)
+        return max(self.forward.settings.spacing, self.inventory.spacing)
 
     def holds_moving(self, tensor: Tensor) -> bool:
         """Return whether a tensor that autograd saves may be a statistic that has moved by the second run."""

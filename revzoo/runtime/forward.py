@@ -97,7 +97,6 @@ class Forward:
         self.device = x.device
         self.devices = frozenset((x.device, torch.device("cpu")))
         self.settings = Settings(x.device)
-        self.spacing = self.settings.spacing
         self.generators = find_generators((x.device,))
         self.lookahead = lookahead
         self.grid = grid

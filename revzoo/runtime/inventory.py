@@ -150,15 +150,10 @@ class Learned:
         return type(None), ()  # a copy learns for itself
 
 
-PlainTensors = list[tuple[int, str, int]]  # place of the module in its inventory, name of the attribute, version
-
-
-def find_plain_tensors(modules: Sequence[nn.Module]) -> PlainTensors:
-    """Return the tensors that modules hold as attributes which are neither parameters nor buffers."""
-    attributes = ((i, key, value) for i, m in enumerate(modules) for key, value in m.__dict__.items())
-    return [
-        (i, key, t._version) for i, key, t in attributes if isinstance(t, Tensor) and not (t.requires_grad or t.is_inference())
-    ]
+def find_plain_tensors(modules: Sequence[nn.Module]) -> dict[tuple[int, str], int]:
+    """Return the versions of tensors that modules hold as attributes but not as parameters or buffers, by their place."""
+    attributes = (((i, key), value) for i, m in enumerate(modules) for key, value in m.__dict__.items())
+    return {at: t._version for at, t in attributes if isinstance(t, Tensor) and not (t.requires_grad or t.is_inference())}
 
 
 def take_inventory(f: Any) -> Inventory:

@@ -157,8 +157,7 @@ class RecordedCall:
         dropped = self._dropped
         slot = len(dropped)
         dropped.append((tensor.shape, tensor.dtype))
-        if self._sources is not None:
-            self._note_source(tensor, self._given)
+        self._note_source(tensor, self._given)
         for keeper in self._keepers:
             keeper.note_saved(slot, tensor)
         if self._watch is not None:
@@ -177,11 +176,6 @@ class RecordedCall:
         self.conditions.inventory.learned.regions.update(regions.seen_regions)
         if not regions.regions:
             self._keepers.remove(regions)
-
-    @property
-    def may_hand_over(self) -> bool:
-        """Whether autograd has saved nothing but inputs, the output, and what is kept."""
-        return self._sources is not None
 
     @property
     def is_running(self) -> bool:
