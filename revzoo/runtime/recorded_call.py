@@ -153,7 +153,7 @@ class RecordedCall:
         if tensor.__class__ is FakeTensor and not self._is_fake:
             if self.forward.lookahead is not None:
                 self.forward.lookahead.follows_tracing = True
-            return tensor
+            return tensor.detach()  # the tensor itself would be a cycle
         dropped = self._dropped
         slot = len(dropped)
         dropped.append((tensor.shape, tensor.dtype))
@@ -269,10 +269,7 @@ class RecordedCall:
             RecoveryError: what f computes with has changed, or it does something else than in the first run.
         """
         random, kept = self.conditions.random, self.kept_products
-        if refill:
-            refilled: dict[int, tuple[Tensor, int]] | None = self._refilled
-        else:
-            refilled = {} if self.conditions.inventory.learned.differentiates else None
+        refilled = self._refilled if refill else {} if self.conditions.inventory.learned.differentiates else None
         hooks = RefillHooks(
             self.name, self._dropped, refilled, random if stop_early else None, self._kept_slots, is_fake=self._is_fake
         )

@@ -5,6 +5,7 @@ which asks for that run and unpacks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from threading import RLock
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -62,7 +63,7 @@ class RefillHooks:
     @leave_uncompiled
     def pack(self, tensor: Tensor) -> int | Tensor:
         if tensor.__class__ is FakeTensor and not self._is_fake:
-            return tensor
+            return tensor.detach()
         slot = self.seen
         if slot == self._count and self.has_refilled_all:  # f has caught what should have ended the run
             raise AllRefilled
@@ -152,10 +153,8 @@ class Handle:
             self._recover_call(ahead=True)
 
     def _recover_call(self, ahead: bool = False) -> None:
-        if torch.is_inference_mode_enabled():  # the user's backward is; but a second run needs a graph
-            with torch.inference_mode(False):
-                self.recoverer.recover(self.call, ahead=ahead)
-        else:
+        # The user's backward may be in inference mode, but a second run needs a graph.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             self.recoverer.recover(self.call, ahead=ahead)
 
     @property
