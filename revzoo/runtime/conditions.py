@@ -19,6 +19,7 @@ from revzoo.runtime.inventory import Inventory, Tensors, find_plain_tensors, tak
 from revzoo.runtime.random_state import RandomState, find_generators
 
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
+_get_strides: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
 
 
 class Conditions:
@@ -32,7 +33,7 @@ class Conditions:
     """
 
     __slots__ = (
-        "_graph", "_plain", "_statistics", "_versions", "fixed", "forward", "inventory", "name", "random",
+        "_graph", "_plain", "_statistics", "_strides", "_versions", "fixed", "forward", "inventory", "name", "random",
     )  # fmt: skip
 
     def __init__(self, f: Callable[..., Any], name: str, forward: Forward, inventory: Inventory | None = None):
@@ -42,6 +43,7 @@ class Conditions:
         # Parameters, buffers and side inputs, which must not be modified:
         self.fixed = inventory.fixed + forward.side_tensors if forward.side_tensors else inventory.fixed
         self._versions = list(map(_get_version, self.fixed))
+        self._strides = [] if forward.is_one_of_several else list(map(_get_strides, inventory.strided))  # FSDP exchanges them
         if inventory.statistics:  # before the first run, where its output may depend on them
             moving = zip(inventory.statistics, inventory.only_moves, strict=True)
             self._statistics = [None if moves else _clone(buffers) for buffers, moves in moving]
@@ -130,6 +132,15 @@ class Conditions:
                 "optimizer inside backward (register_post_accumulate_grad_hook), no step may end by adding a parameter: its "
                 "gradient is complete before the step runs again."
             )
+        for tensor, now, strides in zip(
+            strided := self.inventory.strided, map(_get_strides, strided), self._strides, strict=False
+        ):
+            if now != strides:
+                raise RecoveryError(
+                    f"{self.inventory.name(tensor)!r} of {self.name} has another order of memory than in forward, as after "
+                    "model.to(memory_format=torch.channels_last), in which kernels round and draw differently. Change it before "
+                    "forward."
+                )
         if self.inventory.has_same_entries():
             return
         if replaced := self.inventory.find_replaced():

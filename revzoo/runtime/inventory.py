@@ -15,6 +15,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from revzoo.errors import InputError
 from revzoo.sharded import is_sharded
@@ -37,6 +38,7 @@ class Inventory:
 
     Attributes:
         fixed: parameters and buffers that must be unchanged until backward.
+        strided: those of them that have strides.
         learned: what has been seen of the module's calls.
         statistics: the buffers of norms that move their running statistics in this call.
     """
@@ -59,6 +61,7 @@ class Inventory:
             list(map(_get_version, self.fixed))
         except RuntimeError:
             self.fixed = [t for t in self.fixed if not t.is_inference()]  # they have no version, nor can they change
+        self.strided = [t for t in self.fixed if t.layout is torch.strided and not t.is_nested and not is_lazy(t)]
         self.devices = frozenset(map(_get_device, self.fixed))
         self.learned = Learned() if root is None else _find_learned(root)
         self.named: dict[Any, list[nn.Module]] = {}  # submodules by the patterns that name them
