@@ -132,14 +132,13 @@ class Conditions:
                 "optimizer inside backward (register_post_accumulate_grad_hook), no step may end by adding a parameter: its "
                 "gradient is complete before the step runs again."
             )
-        for tensor, now, strides in zip(
-            strided := self.inventory.strided, map(_get_strides, strided), self._strides, strict=False
-        ):
+        strided = self.inventory.strided if self._strides else []
+        for tensor, now, strides in zip(strided, map(_get_strides, strided), self._strides, strict=True):
             if now != strides:
                 raise RecoveryError(
                     f"{self.inventory.name(tensor)!r} of {self.name} has another order of memory than in forward, as after "
-                    "model.to(memory_format=torch.channels_last), in which kernels round and draw differently. Change it before "
-                    "forward."
+                    "model.to(memory_format=torch.channels_last), in which kernels round and draw differently. Change it "
+                    "before forward."
                 )
         if self.inventory.has_same_entries():
             return
