@@ -52,7 +52,7 @@ from revzoo.runtime.ownership import ModuleReference
 from revzoo.runtime.round import Round, begin_round
 from revzoo.runtime.schedule import check_schedule
 from revzoo.runtime.segment import InvertedSegment
-from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
+from revzoo.runtime.transforms import must_store, refuse_exact_derivatives
 from revzoo.runtime.update import Step
 
 _USUAL_GRID = StateGrid()
@@ -310,8 +310,6 @@ class BlockStep(nn.Module):
         arguments, may_repeat = self._leave_out_caches(arguments)
         if not may_repeat:
             mode = Mode.STORE
-        if mode.drops:
-            refuse_to_drop(f"Set the schedule of {self.name} to 'store'")
         return self._run(x, arguments, mode)
 
     def _run(self, x: Tensor, arguments: Arguments, mode: Mode) -> Any:

@@ -27,7 +27,7 @@ from revzoo.runtime.random_state import RandomState, find_generators
 from revzoo.runtime.refill_hooks import detach
 from revzoo.runtime.round import begin_round
 from revzoo.runtime.settings import Settings
-from revzoo.runtime.transforms import must_store, refuse_to_drop
+from revzoo.runtime.transforms import must_store
 
 _Kind = tuple[torch.dtype, bool, bool]  # dtype, whether it is a conjugate or negative view
 # A tensor that an atom saves besides its inputs and results is kept if it is this many times smaller than they are. If the atom
@@ -68,7 +68,6 @@ class SpannedGraph:
     def __call__(self, *inputs: Any) -> Any:
         if not torch.is_grad_enabled() or must_store():
             return self.graph.forward(*inputs)
-        refuse_to_drop("Call revzoo.release(module)")
         return _Run(self, inputs).forward(self._output)
 
 

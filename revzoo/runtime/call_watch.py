@@ -63,22 +63,13 @@ class CallWatch:
         self._latest.clear()
 
     def compare(
-        self,
-        name: str,
-        refilled: Mapping[int, tuple[Tensor, int]],
-        watch: Watch,
-        *,
-        spacing: float,
-        explained: float | Tensor,
-        same_input: bool,
+        self, refilled: Mapping[int, tuple[Tensor, int]], watch: Watch, explained: float | Tensor, *, same_input: bool
     ) -> None:
         """Compare the tensors that a second run has refilled.
 
         Args:
-            name: of the call, for messages.
             refilled: the tensors by slot, with their versions.
             watch: of the segment.
-            spacing: relative spacing of the coarsest numbers that f computes with.
             explained: the relative error that is predicted for its input.
             same_input: whether this run has begun with the bits of the first.
         Raises:
@@ -87,8 +78,8 @@ class CallWatch:
         for slot, taken in self._taken:
             tensor, version = refilled.get(slot, (None, 0))  # another thread may have taken it
             if tensor is not None and tensor._version == version:
-                tolerance = self._limit(tensor, spacing, same_input)
-                watch.compare(name, taken, tensor, tolerance, explained, of_state=False)
+                tolerance = self._limit(tensor, same_input)
+                watch.compare(self._conditions.name, taken, tensor, tolerance, explained, of_state=False)
 
     def _is_telling(self, tensor: Tensor) -> bool:
         """Return whether a tensor can show a difference: no weight, no moving statistic."""
@@ -101,8 +92,9 @@ class CallWatch:
         if (self._is_on_cpu or also_elsewhere) and (taken := take_fingerprint(tensor)) is not None:
             self._taken.append((slot, taken))
 
-    def _limit(self, tensor: Tensor, spacing: float, same_input: bool) -> float:
+    def _limit(self, tensor: Tensor, same_input: bool) -> float:
         """Return the largest relative difference that is explained."""
+        spacing = self._conditions.spacing
         largest = max(_LARGEST_DIFFERENCE, 16 * spacing)
         if tensor.dtype in INDICES:  # rounding may change the order of two numbers
             return largest if same_input else math.inf

@@ -18,7 +18,6 @@ A call stores nothing on modules, so any number of forwards may precede a backwa
 """
 
 from collections.abc import Iterable, Sequence
-from operator import is_
 from typing import Any, Literal, cast
 
 import torch
@@ -37,7 +36,7 @@ from revzoo.runtime.inventory import Pattern, check_patterns, forget_inventory
 from revzoo.runtime.layout import LayoutEntry, Scheduled
 from revzoo.runtime.lookahead import LookaheadOption, begin_lookahead
 from revzoo.runtime.segment import InvertedSegment
-from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
+from revzoo.runtime.transforms import must_store, refuse_exact_derivatives
 from revzoo.runtime.update import Step, StepUpdate, is_dense
 
 # What to do where states leave the grid, with couplings that keep bits and with others.
@@ -91,12 +90,6 @@ class ReversibleChain(Scheduled, nn.Module):
         self.lookahead = lookahead
         self.keep = check_patterns(keep)
 
-    # Modules, couplings and schedule of the latest forward, and the links made of them.
-    _known_links: tuple[Any, Any, Any, list[Step | Bijection]] = ((), None, None, [])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_known_links"}
-
     @property
     def exact(self) -> bool:
         """Whether exact arithmetic was asked for. A coupling with kept bits puts the streams on a grid in any case."""
@@ -132,18 +125,6 @@ class ReversibleChain(Scheduled, nn.Module):
         return [LayoutEntry(f"steps.{i}", f, kind) for i, (f, kind) in enumerate(zip(self.steps, kinds, strict=True))]
 
     def _links(self) -> list["Step | Bijection"]:
-        if torch.compiler.is_compiling():
-            return self._make_links()
-        modules = list(self.steps)
-        known_modules, known_couplings, known_schedule, links = self._known_links
-        is_same = len(modules) == len(known_modules) and all(map(is_, modules, known_modules))
-        if is_same and self.couplings is known_couplings and self._schedule is known_schedule:
-            return links
-        links = self._make_links()
-        self._known_links = modules, self.couplings, self._schedule, links
-        return links
-
-    def _make_links(self) -> list["Step | Bijection"]:
         layout = self.layout()
         if (count := sum(entry.is_unit for entry in layout)) != len(self._schedule):
             raise ScheduleError(
@@ -179,8 +160,7 @@ def run_chain(
 
     Raises:
         InputError: streams of different dtype or device, or an f whose output does not fit the stream it is added to.
-        RecoveryError: exact=True and a state has left the grid, an f that cannot be repeated, or a transform of `torch.func`
-            under which nothing can be recovered.
+        RecoveryError: exact=True and a state has left the grid, or an f that cannot be repeated.
     """
     if not (isinstance(x1, Tensor) and isinstance(x2, Tensor)):
         hint = ""
@@ -251,7 +231,6 @@ def _run_recorded(
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
     if must_store() and segment is None:
         return _run_plain(links, x1, x2, side, exact)
-    refuse_to_drop("Set the schedule of every step to 'store'")
     steps = [link for link in links if isinstance(link, Step)]
     grid, pair = _start(links, x1, x2, exact, will_invert=any(step.mode.inverts for step in steps))
     forward = Forward(x1, side=side, lookahead=lookahead, grid=grid, keep=keep)

@@ -15,8 +15,9 @@ from revzoo.runtime import seams
 from revzoo.runtime.coupling import Pair
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.inventory import take_inventory
-from revzoo.runtime.observation import begin_call, calls, end_call
-from revzoo.runtime.recorded_call import RecordedCall, Recoverer
+from revzoo.runtime.observation import begin_call, end_call
+from revzoo.runtime.recorded_call import RecordedCall
+from revzoo.runtime.refill_hooks import Recoverer
 from revzoo.runtime.segment import InvertedSegment, SavedInputs
 from revzoo.runtime.update import BijectionUpdate, Step, StepUpdate
 from revzoo.sharded import is_sharded
@@ -42,7 +43,6 @@ def run_link(
             if segment is not None:
                 segment.append(bijection, None, pair)
             pair = cast(Pair, bijection.advance(pair, None))
-        forward.snapshots = None  # those that users write may draw
         return pair, segment
     if not link.mode.inverts and segment is not None:
         segment.end(pair)
@@ -55,17 +55,11 @@ def run_link(
     coupling = link.coupling.bind(pair)
     if grid is not None and coupling is not link.coupling:
         raise InputError(f"{link.name} has coefficients for each example, which exact arithmetic cannot undo. Use exact=False.")
-    if coupling is not link.coupling or calls.observer is not None:
-        forward.snapshots = None  # random numbers may have been drawn
     update = StepUpdate(coupling, grid, pair[0], will_be_undone)
     if link.mode.drops:
         call = record_step(link, forward, watched=not will_be_undone)
         recoverer = segment if segment is not None else SavedInputs(pair[1:], forward.round)
-    else:
-        forward.snapshots = None  # it may draw random numbers
     out = call_step(link, pair, forward.side, call, recoverer)
-    if call is not None and call.is_recorded:
-        forward.snapshots = call.conditions.snapshots
     following = update.advance(pair, out)
     if segment is not None:
         segment.append(update, call, pair)
@@ -98,18 +92,13 @@ def watch_range(grid: Any, pair: Pair, link: Step | Bijection) -> None:
 
 
 def call_step(
-    step: Step,
-    pair: Pair,
-    side: Any,
-    call: RecordedCall | None = None,
-    recoverer: Recoverer | None = None,
+    step: Step, pair: Pair, side: Any, call: RecordedCall | None = None, recoverer: Recoverer | None = None
 ) -> Tensor:
     """Return f(w[k]), recorded by `call` if there is one, after checking that it fits the stream it is added to."""
     # Nothing is compiled where a call is recorded.
     unversioned = (call is None and torch.compiler.is_compiling()) or pair[1].is_inference()
     version = None if unversioned else pair[1]._version
-    if calls.observer is not None:
-        begin_call(step.f, pair[1:], pair)
+    begin_call(step.f, pair[1:], pair)
     try:
         if call is not None and recoverer is not None:
             out = call.first_run(recoverer, pair[1])
@@ -122,8 +111,7 @@ def call_step(
                 "step (for step in model.steps: fully_shard(step)) or the whole model, not the blocks between."
             ) from error
         raise
-    if calls.observer is not None:
-        end_call(step.f, out)
+    end_call(step.f, out)
     if version is not None and pair[1]._version != version:
         raise InputError(
             f"{step.name} changes its input in place, and with it the stream. Replace the in-place operation at its "

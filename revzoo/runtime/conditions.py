@@ -9,18 +9,17 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from revzoo.device import find_graph
 from revzoo.errors import RecoveryError
 from revzoo.runtime.attributes import Attributes
 from revzoo.runtime.forward import Forward, take_turn
 from revzoo.runtime.inventory import Inventory, Tensors, find_plain_tensors, take_inventory
-from revzoo.runtime.random_state import RandomState, Snapshot, find_generators
+from revzoo.runtime.random_state import RandomState, find_generators
 
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
+_get_strides: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
 
 
 class Conditions:
@@ -34,36 +33,33 @@ class Conditions:
     """
 
     __slots__ = (
-        "_graph", "_name", "_plain", "_statistics", "_strides", "_versions", "fixed", "forward", "inventory", "random",
+        "_graph", "_plain", "_statistics", "_strides", "_versions", "fixed", "forward", "inventory", "name", "random",
     )  # fmt: skip
 
     def __init__(self, f: Callable[..., Any], name: str, forward: Forward, inventory: Inventory | None = None):
-        self._name = name
+        self.name = name
         self.forward = forward
         self.inventory = inventory = take_inventory(f) if inventory is None else inventory
         # Parameters, buffers and side inputs, which must not be modified:
         self.fixed = inventory.fixed + forward.side_tensors if forward.side_tensors else inventory.fixed
         self._versions = list(map(_get_version, self.fixed))
+        self._strides = [] if forward.is_one_of_several else list(map(_get_strides, inventory.strided))  # FSDP exchanges them
         if inventory.statistics:  # before the first run, where its output may depend on them
             moving = zip(inventory.statistics, inventory.only_moves, strict=True)
             self._statistics = [None if moves else _clone(buffers) for buffers, moves in moving]
         self._graph: object = None
         # Tensors that f may change in place; after the first run, those that it has changed.
-        watches = inventory.learned.sets_attributes or self.is_observed
-        self._plain = find_plain_tensors(inventory.modules) if watches else []
-        self._strides = list(map(_get_strides, self.fixed)) if watches and not forward.is_one_of_several else []
+        self._plain = find_plain_tensors(inventory.modules) if self._watches_attributes else {}
         generators = forward.generators
         if not inventory.devices <= forward.devices:
             generators = find_generators(inventory.devices | forward.devices)
-            forward.snapshots = None
-        before, forward.snapshots = forward.snapshots, None
-        self.random = RandomState(generators, before)
+        self.random = RandomState(generators)
 
     def end_first_run(self) -> None:
         """Note how the random streams have moved, and which tensors."""
         if self._plain:
-            now = set(find_plain_tensors(self.inventory.modules))
-            self._plain = [entry for entry in self._plain if entry not in now]
+            now = find_plain_tensors(self.inventory.modules)
+            self._plain = {at: version for at, version in self._plain.items() if now.get(at) != version}
             self.inventory.learned.sets_attributes |= bool(self._plain)
         self.random.end_first_run()
         if self.random.has_drawn:
@@ -74,8 +70,8 @@ class Conditions:
         has_replaced = self.is_observed and not self.inventory.has_same_entries()
         if changed := self._find_changed() or (self.inventory.find_replaced() if has_replaced else None):
             raise RecoveryError(
-                f"{self._name} changes its {changed!r} in forward, so a second run would not repeat the first. "
-                f"Set the schedule of {self._name} to 'store'. (BatchNorm's running statistics need no change; layers that set "
+                f"{self.name} changes its {changed!r} in forward, so a second run would not repeat the first. "
+                f"Set the schedule of {self.name} to 'store'. (BatchNorm's running statistics need no change; layers that set "
                 "their weights in their first call, as lazy ones, need one under torch.no_grad() first; instead of "
                 "nn.Embedding(max_norm=...), limit its weight after optimizer.step().)"
             )
@@ -91,7 +87,7 @@ class Conditions:
         learned = inventory.learned
         if random.has_drawn and find_graph() is not self._graph:
             raise RecoveryError(
-                f"{self._name} draws random numbers, and its forward and backward are not captured in one CUDA graph, so the "
+                f"{self.name} draws random numbers, and its forward and backward are not captured in one CUDA graph, so the "
                 "second run would draw others. Capture both in one graph (torch.cuda.make_graphed_callables makes two), or set "
                 "its schedule to 'store'."
             )
@@ -104,9 +100,9 @@ class Conditions:
             if inventory.statistics:
                 statistics = self._rewind_statistics()
             # FSDP gathers weights before a call and frees them later, however the call ends.
-            if (learned.sets_attributes or self.is_observed) and not self.forward.is_one_of_several:
+            if self._watches_attributes and not self.forward.is_one_of_several:
                 attributes = Attributes(*inventory.modules)
-                for place, key, _ in self._plain:  # the run changes a copy
+                for place, key in self._plain:  # the run changes a copy
                     holder = inventory.modules[place].__dict__
                     if isinstance(tensor := holder.get(key), Tensor):
                         holder[key] = tensor.detach().clone()
@@ -132,34 +128,35 @@ class Conditions:
         """Raise RecoveryError if a parameter, buffer or side input was changed in place or replaced since the first run."""
         if changed := self._find_changed():
             raise RecoveryError(
-                f"{changed!r} of {self._name} was changed in place between forward and backward, for example by "
+                f"{changed!r} of {self.name} was changed in place between forward and backward, for example by "
                 "optimizer.step(). Run backward first, or set the schedule to 'store' and let autograd say where. With an "
                 "optimizer inside backward (register_post_accumulate_grad_hook), no step may end by adding a parameter: its "
                 "gradient is complete before the step runs again."
             )
-        for tensor, strides in zip(self.fixed, self._strides, strict=False):  # none are known where nothing is compared
-            if strides and _get_strides(tensor) != strides:
+        strided = self.inventory.strided if self._strides else []
+        for tensor, now, strides in zip(strided, map(_get_strides, strided), self._strides, strict=True):
+            if now != strides:
                 raise RecoveryError(
-                    f"{self.inventory.name(tensor)!r} of {self._name} has another order of memory than in forward, as after "
-                    "model.to(memory_format=torch.channels_last), in which kernels round differently. Change it before forward."
+                    f"{self.inventory.name(tensor)!r} of {self.name} has another order of memory than in forward, as after "
+                    "model.to(memory_format=torch.channels_last), in which kernels round and draw differently. Change it "
+                    "before forward."
                 )
         if self.inventory.has_same_entries():
             return
         if replaced := self.inventory.find_replaced():
             raise RecoveryError(
-                f"{replaced!r} of {self._name} was another tensor or module in forward, as under torch.func.functional_call or "
+                f"{replaced!r} of {self.name} was another tensor or module in forward, as under torch.func.functional_call or "
                 "after load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
             )
-
-    @property
-    def snapshots(self) -> list[Snapshot] | None:
-        """The states of the forward's random streams after the first run; None where it has others."""
-        return self.random.after if self.random.generators is self.forward.generators else None
 
     @property
     def is_observed(self) -> bool:
         """Whether it is to be found out what f does besides computing its result."""
         return self.inventory.learned.trials > 0 or self.forward.round is not None
+
+    @property
+    def _watches_attributes(self) -> bool:
+        return self.inventory.learned.sets_attributes or self.is_observed
 
     @property
     def draws_the_same(self) -> bool:
@@ -173,7 +170,7 @@ class Conditions:
     @property
     def spacing(self) -> float:
         """Relative spacing of the coarsest numbers that f computes with, as far as its parameters and the settings show."""
-        return max(self.forward.spacing, self.inventory.spacing)
+        return max(self.forward.settings.spacing, self.inventory.spacing)
 
     def holds_moving(self, tensor: Tensor) -> bool:
         """Return whether a tensor that autograd saves may be a statistic that has moved by the second run."""
@@ -192,10 +189,6 @@ class Conditions:
             return None
         tensor = next(t for t, a, b in zip(self.fixed, now, self._versions, strict=True) if a != b)
         return self.inventory.name(tensor)
-
-
-def _get_strides(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.stride() if tensor.layout is torch.strided and not tensor.is_nested and not is_lazy(tensor) else ()
 
 
 def _clone(buffers: Mapping[str, Tensor | None]) -> Tensors:

@@ -35,9 +35,6 @@ class Seen:
     def __init__(self) -> None:
         self._keys: MutableMapping[Any, set[tuple[Any, ...]]] = WeakKeyDictionary()
 
-    def __len__(self) -> int:
-        return sum(map(len, self._keys.values()))
-
     def add(self, dtype: torch.dtype, modules: Sequence[Any]) -> None:
         """Remember the modules of a chain or of a part of it, with the dtype of the states."""
         self._keys.setdefault(modules[0], set()).add((dtype, *map(ref, modules)))

@@ -126,13 +126,7 @@ def _advance(
 
 
 def _invert(
-    following: Tensor,
-    current: Tensor,
-    out: Tensor,
-    kept: LostBits,
-    into: Tensor | None,
-    coupling: Coupling,
-    scale: float,
+    following: Tensor, current: Tensor, out: Tensor, kept: LostBits, into: Tensor | None, coupling: Coupling, scale: float
 ) -> Tensor:
     if into is not None and _reuse(into) is None:
         return into.copy_(_invert(following, current, out, kept, None, coupling, scale))

@@ -99,10 +99,8 @@ def _summarise(x: Tensor, dtype: torch.dtype, bits: bool, is_on_host: bool) -> T
         return _add_bits(x)
     if dtype is not x.dtype:
         x = x.to(dtype)
-    if torch._C._is_any_autocast_enabled():
-        with torch.autocast(x.device.type, enabled=False):
-            return _project(x) if is_on_host else _project_rows(x)
-    return _project(x) if is_on_host else _project_rows(x)
+    with torch.autocast(x.device.type, enabled=False) if torch._C._is_any_autocast_enabled() else nullcontext():
+        return _project(x) if is_on_host else _project_rows(x)
 
 
 def _add_bits(x: Tensor) -> Tensor:

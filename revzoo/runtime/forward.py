@@ -14,7 +14,7 @@ from torch.autograd.graph import _engine_run_backward
 from revzoo.errors import RecoveryError
 from revzoo.runtime.inventory import Pattern
 from revzoo.runtime.nested import tensors_in
-from revzoo.runtime.random_state import Snapshot, find_generators
+from revzoo.runtime.random_state import find_generators
 from revzoo.runtime.settings import Settings
 
 # Threads share random streams, buffers and settings of a device, so they take turns.
@@ -91,24 +91,13 @@ class Forward:
 
     Attributes:
         round: looks at second runs: compares them, or only shows states to an observer; None if nobody looks.
-        snapshots: the states of the random streams now, if `run_link` knows them; they are used once.
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        *,
-        side: Any = None,
-        lookahead: Any = None,
-        grid: Any = None,
-        keep: Sequence[Pattern] = (),
-    ):
+    def __init__(self, x: Tensor, *, side: Any = None, lookahead: Any = None, grid: Any = None, keep: Sequence[Pattern] = ()):
         self.device = x.device
         self.devices = frozenset((x.device, torch.device("cpu")))
         self.settings = Settings(x.device)
-        self.spacing = self.settings.spacing
         self.generators = find_generators((x.device,))
-        self.snapshots: list[Snapshot] | None = None
         self.lookahead = lookahead
         self.grid = grid
         self.keep = keep

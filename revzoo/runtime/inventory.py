@@ -15,6 +15,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from revzoo.errors import InputError
 from revzoo.sharded import is_sharded
@@ -37,6 +38,7 @@ class Inventory:
 
     Attributes:
         fixed: parameters and buffers that must be unchanged until backward.
+        strided: those of them that have strides.
         learned: what has been seen of the module's calls.
         statistics: the buffers of norms that move their running statistics in this call.
     """
@@ -59,6 +61,7 @@ class Inventory:
             list(map(_get_version, self.fixed))
         except RuntimeError:
             self.fixed = [t for t in self.fixed if not t.is_inference()]  # they have no version, nor can they change
+        self.strided = [t for t in self.fixed if t.layout is torch.strided and not t.is_nested and not is_lazy(t)]
         self.devices = frozenset(map(_get_device, self.fixed))
         self.learned = Learned() if root is None else _find_learned(root)
         self.named: dict[Any, list[nn.Module]] = {}  # submodules by the patterns that name them
@@ -150,15 +153,10 @@ class Learned:
         return type(None), ()  # a copy learns for itself
 
 
-PlainTensors = list[tuple[int, str, int]]  # place of the module in its inventory, name of the attribute, version
-
-
-def find_plain_tensors(modules: Sequence[nn.Module]) -> PlainTensors:
-    """Return the tensors that modules hold as attributes which are neither parameters nor buffers."""
-    attributes = ((i, key, value) for i, m in enumerate(modules) for key, value in m.__dict__.items())
-    return [
-        (i, key, t._version) for i, key, t in attributes if isinstance(t, Tensor) and not (t.requires_grad or t.is_inference())
-    ]
+def find_plain_tensors(modules: Sequence[nn.Module]) -> dict[tuple[int, str], int]:
+    """Return the versions of tensors that modules hold as attributes but not as parameters or buffers, by their place."""
+    attributes = (((i, key), value) for i, m in enumerate(modules) for key, value in m.__dict__.items())
+    return {at: t._version for at, t in attributes if isinstance(t, Tensor) and not (t.requires_grad or t.is_inference())}
 
 
 def take_inventory(f: Any) -> Inventory:

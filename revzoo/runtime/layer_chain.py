@@ -21,7 +21,7 @@ from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.round import begin_round
 from revzoo.runtime.segment import InvertedSegment, SavedInputs
-from revzoo.runtime.transforms import must_store, refuse_to_drop
+from revzoo.runtime.transforms import must_store
 
 
 class LayerChain(Scheduled, nn.Sequential):
@@ -102,7 +102,7 @@ def run_layers_before(
         lookahead: recovers layers ahead of backward. One for all chains and nodes of a forward.
     Raises:
         InputError: x is not a floating tensor.
-        RecoveryError: a layer that cannot be repeated, or a transform of `torch.func` under which nothing can be recovered.
+        RecoveryError: a layer that cannot be repeated.
     """
     x = inputs.pop()
     if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -132,7 +132,6 @@ def _run_recorded(layers: Sequence[Layer], inputs: list[Tensor], lookahead: Look
     x = inputs.pop()
     if must_store():
         return _run_plain(layers, x)
-    refuse_to_drop("Set the schedule of every layer to 'store'")
     forward = Forward(x, lookahead=lookahead)
     forward.round = begin_round(layers[0].module, x, tuple([(id(layer.module), layer.mode) for layer in layers]))
     recording: Recording | None = None

@@ -43,7 +43,8 @@ from revzoo.runtime.forward import Forward
 from revzoo.runtime.layer_call import LayerCall, call_layer, predict_growth, predict_growth_of_addition
 from revzoo.runtime.layer_rules import Layer, find_layers, is_channelwise, is_coupled, starts_in_halves
 from revzoo.runtime.ownership import is_held_alone
-from revzoo.runtime.recorded_call import RecordedCall, Recoverer
+from revzoo.runtime.recorded_call import RecordedCall
+from revzoo.runtime.refill_hooks import Recoverer
 from revzoo.runtime.segment import InvertedSegment, StepOrigin
 from revzoo.runtime.update import AdditionUpdate, BijectionUpdate, LayerUpdate, RegroupUpdate, States, Step
 
@@ -177,12 +178,7 @@ class Recording:
     """
 
     def __init__(
-        self,
-        segment: InvertedSegment,
-        x: Tensor,
-        layers: Sequence[Layer],
-        forward: Forward,
-        outer: RecordedCall | None = None,
+        self, segment: InvertedSegment, x: Tensor, layers: Sequence[Layer], forward: Forward, outer: RecordedCall | None = None
     ):
         self.segment = segment
         self.states: States = (x,)  # one tensor, or two halves of the channels

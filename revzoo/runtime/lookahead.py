@@ -42,7 +42,7 @@ from revzoo.errors import InputError
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.forward import processes_communicate, runs_step
 from revzoo.runtime.random_state import leave_alone
-from revzoo.runtime.recorded_call import Handle
+from revzoo.runtime.refill_hooks import Handle
 from revzoo.runtime.tripwire import judge_deferred
 from revzoo.sharded import is_sharded
 
@@ -68,6 +68,7 @@ class Lookahead:
 
     def __init__(self) -> None:
         self.latest: ref[Handle] | None = None  # the call noted last, which backward asks for after the one noted next
+        self.follows_tracing = False  # whether a call traces what it runs: its second run and its gradient do, too
         self._started: _Started | None = None
         self._lock = Lock()
         self._task = -1  # the backward that must end with nothing under way
@@ -193,6 +194,8 @@ def _find_obstacle(handle: Handle) -> str | None:
             return "several processes communicate, and a collective in another thread could come out of order"
         if is_sharded(*handle.call.conditions.fixed):
             return "parameters are sharded"
+    if device.type == "cpu" and handle.call.forward.lookahead.follows_tracing:
+        return "a step traces its own functions (map, associative_scan), which two threads cannot do at once"
     if device.type == "cpu" and not handle.needs_no_rewinding:
         return "a step draws random numbers, or some were drawn since its forward, and threads of a CPU share one stream"
     if _is_backward_compiled():

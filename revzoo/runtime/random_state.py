@@ -81,14 +81,13 @@ class RandomState:
 
     Args:
         generators: of the devices that the call computes on.
-        before: their states, if nothing has drawn since they were read.
     """
 
     __slots__ = ("_before", "after", "generators", "has_drawn")
 
-    def __init__(self, generators: Sequence[Generator], before: list[Snapshot] | None = None):
+    def __init__(self, generators: Sequence[Generator]):
         self.generators = generators
-        self._before = self.after = take_snapshots(generators) if before is None else before
+        self._before = self.after = take_snapshots(generators)
         self.has_drawn = False  # whether the first run drew a number
 
     def end_first_run(self) -> None:

@@ -11,24 +11,25 @@ first run (`conditions.py`).
 Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reentrant `torch.utils.checkpoint`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from operator import attrgetter
-from threading import RLock
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime import seams
-from revzoo.runtime.compiling import exclude_from_compilation, find_selective_call, is_compiled, leave_uncompiled
+from revzoo.runtime.call_watch import CallWatch
+from revzoo.runtime.compiling import find_selective_call, is_compiled, leave_uncompiled
 from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.forward import Forward, second_run
 from revzoo.runtime.inventory import Inventory
-from revzoo.runtime.refill_hooks import AllRefilled, RefillHooks, detach, make_difference_error
+from revzoo.runtime.refill_hooks import AllRefilled, Handle, Recoverer, RefillHooks, detach, make_difference_error
 from revzoo.runtime.seams import Keeper
 from revzoo.runtime.transforms import explain_conflict
 
@@ -74,18 +75,19 @@ class RecordedCall:
         self._call_selectively = find_selective_call(f) if selective else None
         self._keepers: list[Keeper] = [] if self.kept_products is None else [self.kept_products]
         self._kept_slots: dict[int, tuple[Tensor, int]] = {}  # what regions keep of what autograd saves
-        self._watch: Any = None
+        self._watch: CallWatch | None = None
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
         self._refilled: dict[int, tuple[Tensor, int]] = {}  # by slot: the tensor and its version
         # By slot: which input was saved, or that the output was, or what is kept with its version. None: f has to run again.
         self._sources: list[int | tuple[Tensor, int]] | None = []
         self._given: Sequence[Tensor] = ()  # the inputs, during the first run
         self._requires_grad: list[bool] = []
+        self._is_fake = False  # whether it runs without values
         self.place: int | None = None  # among the items of its segment
         self.outer: RecordedCall | None = None  # the call that may have to run again for this one's input
         self._find_handle: Callable[[], Handle | None] | None = None
 
-    def first_run(self, recoverer: "Recoverer", *inputs: Tensor) -> Any:
+    def first_run(self, recoverer: Recoverer, *inputs: Tensor) -> Any:
         """Run f on `inputs` and drop what autograd saves; backward will ask `recoverer` to recover this call.
 
         Args:
@@ -99,11 +101,12 @@ class RecordedCall:
         if not conditions.inventory.learned.may_keep_products:
             self.kept_products, self._keepers = None, []
         self._requires_grad = list(map(_requires_grad, inputs))
+        self._is_fake = isinstance(inputs[0], FakeTensor)
         handle = Handle(self, recoverer)
         self._find_handle = ref(handle)
         try:
-            if forward.round is not None and self._reads_whole is not None:
-                self._watch = forward.round.watch_call(self, inputs[0], reads_whole=self._reads_whole)
+            if forward.round is not None and forward.round.compares and self._reads_whole is not None:
+                self._watch = CallWatch(inputs[0], conditions, reads_whole=self._reads_whole)
             if forward.is_one_of_several:  # FSDP frees weights after forward, and gathers them again when f runs again
                 self._sources = None
             regions = None
@@ -114,14 +117,10 @@ class RecordedCall:
             self._given = inputs
             if self.kept_products is not None:
                 self.kept_products.begin(conditions.fixed, conditions.is_observed)
-            with saved_tensors_hooks(self._pack, handle.unpack):
-                if self._keepers:
-                    with ExitStack() as stack:
-                        for keeper in self._keepers:
-                            stack.enter_context(keeper.record())
-                        out = self._call(*inputs)
-                else:
-                    out = self._call(*inputs)
+            with saved_tensors_hooks(self._pack, handle.unpack), ExitStack() as stack:
+                for keeper in self._keepers:
+                    stack.enter_context(keeper.record())
+                out = self._call(*inputs)
             conditions.require_repeatable()
         except BaseException as error:
             if self._watch is not None:
@@ -149,13 +148,16 @@ class RecordedCall:
         return out
 
     @leave_uncompiled  # a compiled step calls it
-    def _pack(self, tensor: Tensor) -> int:
-        """Drop a tensor that autograd saves in the first run; return its slot."""
+    def _pack(self, tensor: Tensor) -> int | Tensor:
+        """Drop a tensor that autograd saves in the first run; return its slot, or the tensor if f only traces with it."""
+        if tensor.__class__ is FakeTensor and not self._is_fake:
+            if self.forward.lookahead is not None:
+                self.forward.lookahead.follows_tracing = True
+            return tensor.detach()  # the tensor itself would be a cycle
         dropped = self._dropped
         slot = len(dropped)
         dropped.append((tensor.shape, tensor.dtype))
-        if self._sources is not None:
-            self._note_source(tensor, self._given)
+        self._note_source(tensor, self._given)
         for keeper in self._keepers:
             keeper.note_saved(slot, tensor)
         if self._watch is not None:
@@ -174,16 +176,6 @@ class RecordedCall:
         self.conditions.inventory.learned.regions.update(regions.seen_regions)
         if not regions.regions:
             self._keepers.remove(regions)
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether its first run was recorded; not where a compiled step has run the graph of mode `selective`."""
-        return self._find_handle is not None
-
-    @property
-    def may_hand_over(self) -> bool:
-        """Whether autograd has saved nothing but inputs, the output, and what is kept."""
-        return self._sources is not None
 
     @property
     def is_running(self) -> bool:
@@ -277,11 +269,10 @@ class RecordedCall:
             RecoveryError: what f computes with has changed, or it does something else than in the first run.
         """
         random, kept = self.conditions.random, self.kept_products
-        if refill:
-            refilled: dict[int, tuple[Tensor, int]] | None = self._refilled
-        else:
-            refilled = {} if self.conditions.inventory.learned.differentiates else None
-        hooks = RefillHooks(self.name, self._dropped, refilled, random if stop_early else None, self._kept_slots)
+        refilled = self._refilled if refill else {} if self.conditions.inventory.learned.differentiates else None
+        hooks = RefillHooks(
+            self.name, self._dropped, refilled, random if stop_early else None, self._kept_slots, is_fake=self._is_fake
+        )
         try:
             out = self.conditions.run_again(self._run_under_hooks, inputs, hooks, check_draws)
         except (Exception, AllRefilled):
@@ -310,14 +301,10 @@ class RecordedCall:
         is_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)  # torch.enable_grad() takes five calls for it
         try:
-            with saved_tensors_hooks(hooks.pack, hooks.unpack):
-                if self._keepers:
-                    with ExitStack() as stack:
-                        for keeper in self._keepers:
-                            stack.enter_context(keeper.hand_out())
-                        out = self._call(*inputs)
-                else:
-                    out = self._call(*inputs)
+            with saved_tensors_hooks(hooks.pack, hooks.unpack), ExitStack() as stack:
+                for keeper in self._keepers:
+                    stack.enter_context(keeper.hand_out())
+                out = self._call(*inputs)
         finally:
             torch._C._set_grad_enabled(is_enabled)
             second_run.reset(token)
@@ -329,12 +316,19 @@ class RecordedCall:
             )
         return out.detach()
 
-    def make_in_place_error(self, tensor: Tensor) -> RecoveryError:
-        """Return the error for a refilled tensor that f has changed in place after autograd saved it."""
-        return RecoveryError(
-            f"{self.name} modifies a tensor {tuple(tensor.shape)} in place that its gradient needs. Replace the in-place "
-            "operation (mul_, +=) by one that returns a new tensor."
-        )
+    def take(self, slot: int) -> Tensor | None:
+        """Return the tensor that has refilled a slot, and leave it to the graph; None if there is none.
+
+        Raises:
+            RecoveryError: f has changed it in place after autograd saved it.
+        """
+        tensor, version = self._refilled.pop(slot, _NOTHING)
+        if tensor is not None and tensor._version != version:
+            raise RecoveryError(
+                f"{self.name} modifies a tensor {tuple(tensor.shape)} in place that its gradient needs. Replace the in-place "
+                "operation (mul_, +=) by one that returns a new tensor."
+            )
+        return tensor
 
     def free_refilled(self) -> None:
         """Free the refilled tensors that were not unpacked; they can be recovered again."""
@@ -365,8 +359,7 @@ class RecordedCall:
             RecoveryError: something differs by more than rounding explains.
         """
         if self._watch is not None:
-            spacing = self.conditions.spacing
-            self._watch.compare(self.name, self._refilled, watch, spacing=spacing, explained=explained, same_input=same_input)
+            self._watch.compare(self._refilled, watch, explained, same_input=same_input)
 
     def compute_all(self) -> bool:
         """Forget a second run that was given products of the first; return whether it was such a run.
@@ -386,98 +379,3 @@ class RecordedCall:
 def _cut(x: Tensor, requires_grad: bool) -> Tensor:
     """Return the input of a second run, without the graph that it has come from."""
     return x.detach().requires_grad_(requires_grad)
-
-
-class Handle:
-    """What the graph holds of a call: it unpacks what the call has dropped. `Lookahead` recovers the call by it.
-
-    Only the graph keeps it alive: look-ahead, and the handle of the call after it, refer to it weakly.
-
-    Args:
-        call: the call.
-        recoverer: gets its inputs back.
-    """
-
-    def __init__(self, call: RecordedCall, recoverer: "Recoverer"):
-        self.call = call
-        self.recoverer = recoverer
-        self._lookahead = lookahead = call.forward.lookahead
-        self._next = None if lookahead is None else lookahead.latest  # what backward asks for after this call
-
-    def unpack(self, slot: int) -> Tensor:
-        """Return the tensor dropped in this slot; recover the call first if it has not been refilled."""
-        if self._lookahead is not None and self._lookahead.finish(self):
-            self._start_next()
-        tensor, version = self.call._refilled.pop(slot, _NOTHING)  # what is unpacked is the graph's
-        if tensor is None:
-            return self._recover(slot)
-        if tensor._version != version:
-            raise self.call.make_in_place_error(tensor)
-        return tensor
-
-    @exclude_from_compilation
-    def _recover(self, slot: int) -> Tensor:
-        if self._lookahead is not None:
-            self._lookahead.forget()
-        tensor = None
-        while tensor is None:  # another thread that differentiates the same graph may take it at once
-            with self.recoverer.lock:
-                if self.call.is_running:
-                    self.call.recover_inside()
-                else:
-                    self._recover_call()
-                tensor, version = self.call._refilled.pop(slot, _NOTHING)
-        if tensor._version != version:
-            raise self.call.make_in_place_error(tensor)
-        if self._lookahead is not None:
-            self._start_next()
-        return tensor
-
-    @exclude_from_compilation
-    def _start_next(self) -> None:
-        if self._lookahead is not None and self._next is not None:
-            self._lookahead.start(self._next())
-
-    def recover_ahead(self) -> None:
-        """Refill what the call dropped, before backward asks for it."""
-        with self.recoverer.lock:
-            self._recover_call(ahead=True)
-
-    def _recover_call(self, ahead: bool = False) -> None:
-        if torch.is_inference_mode_enabled():  # the user's backward is; but a second run needs a graph
-            with torch.inference_mode(False):
-                self.recoverer.recover(self.call, ahead=ahead)
-        else:
-            self.recoverer.recover(self.call, ahead=ahead)
-
-    @property
-    def needs_no_rewinding(self) -> bool:
-        """Whether its recovery has no use for random streams."""
-        call: RecordedCall | None = self.call
-        while call is not None and call.conditions.random.needs_no_rewinding:
-            call = call.outer
-        return call is None
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        return self.call.forward.device
-
-
-class Recoverer(Protocol):
-    """Gets the inputs of a recorded call back and runs it again."""
-
-    @property
-    def lock(self) -> RLock:
-        """Of several threads that differentiate one graph, one recovers at a time."""
-
-    def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:
-        """Refill what `call` dropped.
-
-        Args:
-            call: the call.
-            ahead: whether the gradient of the call recovered before this one is still being computed.
-        """
-
-    def get_sources(self, call: RecordedCall) -> Iterable[Tensor]:
-        """Return the tensors that recovering `call` reads and may free."""

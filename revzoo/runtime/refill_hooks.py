@@ -1,13 +1,21 @@
-"""The hooks of a second run: each tensor that autograd saves in it refills the slot of the one that the first run dropped."""
+"""What refills and unpacks the slots of tensors that the first run of a call has dropped.
 
-from collections.abc import Mapping, Sequence
+Each tensor that autograd saves in a second run refills the slot of one of the first. The graph holds a handle of the call,
+which asks for that run and unpacks.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from threading import RLock
 from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.compiling import leave_uncompiled
+from revzoo.runtime.compiling import exclude_from_compilation, leave_uncompiled
 from revzoo.runtime.random_state import RandomState
 
 
@@ -27,6 +35,8 @@ class RefillHooks:
         refilled: where to put the tensors, each with its version; None to keep none.
         kept: by slot, tensors of the first run that replace those of this one, with their versions in the first run.
         stops_with: knows when all random numbers are drawn, so that the run may end after the last tensor; None: it may not.
+        is_fake: whether the run has no values. Where it has some, tensors without are those of a function that f traces
+            (torch.cond, map), which keeps them itself.
     """
 
     def __init__(
@@ -36,6 +46,7 @@ class RefillHooks:
         refilled: dict[int, tuple[Tensor, int]] | None,
         stops_with: RandomState | None,
         kept: Mapping[int, tuple[Tensor, int]] = MappingProxyType({}),
+        is_fake: bool = False,
     ):
         self._name = name
         self._dropped = dropped
@@ -43,13 +54,16 @@ class RefillHooks:
         self._refilled = refilled
         self._kept = kept
         self._stops_with = stops_with
+        self._is_fake = is_fake
         self._detach = detach if torch._C._len_torch_dispatch_stack() else Tensor.detach
         self.error: RecoveryError | None = None  # TorchScript would hide it
         self.seen = 0
         self.has_refilled_all = False
 
     @leave_uncompiled
-    def pack(self, tensor: Tensor) -> int:
+    def pack(self, tensor: Tensor) -> int | Tensor:
+        if tensor.__class__ is FakeTensor and not self._is_fake:
+            return tensor.detach()
         slot = self.seen
         if slot == self._count and self.has_refilled_all:  # f has caught what should have ended the run
             raise AllRefilled
@@ -69,8 +83,10 @@ class RefillHooks:
             raise AllRefilled
         return slot
 
-    def unpack(self, slot: int) -> Tensor:
+    def unpack(self, slot: int | Tensor) -> Tensor:
         """Return a tensor for which f itself asks, as it differentiates inside its own forward."""
+        if isinstance(slot, Tensor):
+            return slot
         if not self._dropped:
             raise RecoveryError(
                 f"A result of the second run of {self._name} is differentiated, which a forward hook or f itself has kept, and "
@@ -83,6 +99,96 @@ class RefillHooks:
 
     def end(self) -> None:
         self._dropped, self._refilled, self._kept, self._stops_with, self.error = (), None, {}, None, None
+
+
+class Handle:
+    """What the graph holds of a call: it unpacks what the call has dropped. `Lookahead` recovers the call by it.
+
+    Only the graph keeps it alive: look-ahead, and the handle of the call after it, refer to it weakly.
+
+    Args:
+        call: the call.
+        recoverer: gets its inputs back.
+    """
+
+    def __init__(self, call: Any, recoverer: "Recoverer"):
+        self.call = call  # a RecordedCall
+        self.recoverer = recoverer
+        self._lookahead = lookahead = call.forward.lookahead
+        self._next = None if lookahead is None else lookahead.latest  # what backward asks for after this call
+
+    def unpack(self, slot: int | Tensor) -> Tensor:
+        """Return the tensor dropped in this slot; recover the call first if it has not been refilled."""
+        if isinstance(slot, Tensor):
+            return slot
+        if self._lookahead is not None and self._lookahead.finish(self):
+            self._start_next()
+        tensor = self.call.take(slot)
+        return self._recover(slot) if tensor is None else tensor
+
+    @exclude_from_compilation
+    def _recover(self, slot: int) -> Tensor:
+        if self._lookahead is not None:
+            self._lookahead.forget()
+        tensor: Tensor | None = None
+        while tensor is None:  # another thread that differentiates the same graph may take it at once
+            with self.recoverer.lock:
+                if self.call.is_running:
+                    self.call.recover_inside()
+                else:
+                    self._recover_call()
+                tensor = self.call.take(slot)
+        if self._lookahead is not None:
+            self._start_next()
+        return tensor
+
+    @exclude_from_compilation
+    def _start_next(self) -> None:
+        if self._lookahead is not None and self._next is not None:
+            self._lookahead.start(self._next())
+
+    def recover_ahead(self) -> None:
+        """Refill what the call dropped, before backward asks for it."""
+        with self.recoverer.lock:
+            self._recover_call(ahead=True)
+
+    def _recover_call(self, ahead: bool = False) -> None:
+        # The user's backward may be in inference mode, but a second run needs a graph.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            self.recoverer.recover(self.call, ahead=ahead)
+
+    @property
+    def needs_no_rewinding(self) -> bool:
+        """Whether its recovery has no use for random streams."""
+        call = self.call
+        while call is not None and call.conditions.random.needs_no_rewinding:
+            call = call.outer
+        return call is None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        device: torch.device = self.call.forward.device
+        return device
+
+
+class Recoverer(Protocol):
+    """Gets the inputs of a recorded call back and runs it again."""
+
+    @property
+    def lock(self) -> RLock:
+        """Of several threads that differentiate one graph, one recovers at a time."""
+
+    def recover(self, call: Any, *, ahead: bool = False) -> None:
+        """Refill what `call` dropped.
+
+        Args:
+            call: the call.
+            ahead: whether the gradient of the call recovered before this one is still being computed.
+        """
+
+    def get_sources(self, call: Any) -> Iterable[Tensor]:
+        """Return the tensors that recovering `call` reads and may free."""
 
 
 def make_difference_error(name: str, dropped: Sequence[tuple[torch.Size, torch.dtype]], slot: int, saved: str) -> RecoveryError:

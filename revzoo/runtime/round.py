@@ -9,7 +9,6 @@ from torch import Tensor
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime import seams
-from revzoo.runtime.call_watch import CallWatch
 from revzoo.runtime.drift import Rounding
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
 from revzoo.runtime.forward import Forward
@@ -50,12 +49,6 @@ class Round:
         self._counter = counter
         self._is_noted = False
         self.compares = compares
-
-    def watch_call(self, call: RecordedCall, x: Tensor, *, reads_whole: bool) -> CallWatch | None:
-        """Return what compares the tensors that autograd saves in a call; see `CallWatch`."""
-        if not self.compares:
-            return None
-        return CallWatch(x, call.conditions, reads_whole=reads_whole)
 
     def watch_segment(self, exact: bool) -> "SegmentWatch":
         """Return what compares the states of a segment."""

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.observation import note_inversion
-from revzoo.runtime.recorded_call import RecordedCall, Recoverer
-from revzoo.runtime.refill_hooks import make_inner_derivative_error
+from revzoo.runtime.recorded_call import RecordedCall
+from revzoo.runtime.refill_hooks import Recoverer, make_inner_derivative_error
 from revzoo.runtime.update import States, Update
 
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
@@ -151,7 +151,7 @@ class InvertedSegment:
 
     def __init__(self, exact: bool, round: Any, origin: StepOrigin | None = None) -> None:
         self.lock = RLock() if origin is None else origin.lock  # one for both, so that no two threads wait for each other
-        self._round = round
+        self.round = round
         self._origin = origin
         self._items: list[_Item] = []
         self._first: int | None = None  # the place of the first call
@@ -163,11 +163,6 @@ class InvertedSegment:
         self._frees = False
         self._in_use: list[RecordedCall] = []  # the calls recovered last
         self._watch: Any = None if round is None else round.watch_segment(exact)
-
-    @property
-    def round(self) -> Any:
-        """What counts that second runs are compared; None if they are not."""
-        return self._round
 
     @property
     def is_empty(self) -> bool:
@@ -235,8 +230,8 @@ class InvertedSegment:
         while self._at < goal:
             self._advance()
         self._refill(goal, call)
-        if self._round is not None:
-            self._round.note_compared()
+        if self.round is not None:
+            self.round.note_compared()
 
     def _require_states(self, call: RecordedCall, goal: int | None) -> None:
         if goal is None or (self._origin is None and not self._has_ended):
@@ -253,9 +248,7 @@ class InvertedSegment:
             call.refill(states[update.reads if self._at == goal else 0])
             if self._watch is not None:
                 self._watch.compare_refilled(call)
-        elif not call.may_hand_over or not (
-            call.hand_over(output=states[-1]) if update.inverts_first else call.hand_over(states[0])
-        ):
+        elif not (call.hand_over(output=states[-1]) if update.inverts_first else call.hand_over(states[0])):
             del states  # the run needs the memory
             self._invert(refill=True)
         if goal == self._first or self._at <= goal:  # else it runs again for the state before it

@@ -1,8 +1,12 @@
 """What can be at work around a forward besides autograd: tracers, forward-mode derivatives, the transforms of `torch.func`.
 
 A tracer writes down operations to be run later without this runtime, and a forward-mode derivative is complete when forward
-ends: both have no backward in which a dropped tensor could be recovered. `torch.func` refuses saved-tensor hooks.
+ends: both have no backward in which a dropped tensor could be recovered. `torch.func` refuses saved-tensor hooks. So everything
+is stored there.
 """
+
+import warnings
+from functools import cache
 
 import torch
 from torch.autograd import forward_ad
@@ -17,17 +21,19 @@ _NAMES = {"Grad": "torch.func.grad (vjp, jacrev, hessian)", "Vmap": "torch.vmap"
 
 def must_store() -> bool:
     """Return whether forward has to keep every saved tensor, whatever the schedule says."""
-    is_forward_mode = forward_ad._current_level >= 0 and _find_innermost() in (None, _FORWARD_MODE)
-    return is_tracing() or is_forward_mode
+    innermost = _find_innermost()
+    if innermost is not None and innermost != _FORWARD_MODE:
+        _warn_once(innermost)
+    return innermost is not None or forward_ad._current_level >= 0 or is_tracing()
 
 
-def refuse_to_drop(remedy: str) -> None:
-    """Raise RecoveryError inside a transform that does not let saved tensors be dropped; `remedy` keeps them."""
-    if innermost := _find_innermost():
-        raise RecoveryError(
-            f"{_describe(innermost)} does not support the hooks on saved tensors that recovery needs. {remedy}, or use "
-            "torch.autograd.grad or .backward() instead."
-        )
+@cache
+def _warn_once(transform: str) -> None:
+    warnings.warn(
+        f"Everything is stored inside {_NAMES.get(transform, transform)}, which does not support the hooks on saved tensors "
+        "that recovery needs. To save memory, use torch.autograd.grad or .backward() instead.",
+        stacklevel=2,
+    )
 
 
 # Words of PyTorch's errors where hooks or a dispatch mode are around what traces its argument or differentiates by itself, or
@@ -56,7 +62,7 @@ def refuse_exact_derivatives(remedy: str = "Use exact=False, and m or beta inste
     if around is not None:
         raise InputError(
             "Exact arithmetic rounds, and has a gradient in torch.autograd.grad and .backward() alone. Received: a call inside "
-            f"{_describe(around)}. {remedy}"
+            f"{_NAMES.get(around, around)}. {remedy}"
         )
 
 
@@ -64,7 +70,3 @@ def _find_innermost() -> str | None:
     """Return the kind of the innermost active transform of torch.func."""
     stack = torch._C._functorch.get_interpreter_stack()
     return stack[-1].key().name if stack else None
-
-
-def _describe(kind: str) -> str:
-    return _NAMES.get(kind, kind)

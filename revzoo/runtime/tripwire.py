@@ -187,7 +187,10 @@ class Watch:
         global _deferred_in
         expected, actual, task = comparison.expected.values, comparison.actual.values, torch._C._current_graph_task_id()
         if not isinstance(expected, Tensor):
-            self.judge(comparison, *_measure(expected, actual, comparison.tolerance))
+            if comparison.tolerance == 0:
+                self.judge(comparison, float(expected != actual), 1.0)
+            else:
+                self.judge(comparison, math.dist(expected, actual), math.hypot(*expected))
             return
         _deferred.append(comparison)
         if task not in (-1, _deferred_in):
@@ -208,13 +211,6 @@ class _Comparison(NamedTuple):
 
 _deferred: list[_Comparison] = []  # whose fingerprints a device has still to compute
 _deferred_in = -1  # the backward at whose end they are judged
-
-
-def _measure(expected: list[float], actual: list[float], tolerance: float) -> tuple[float, float]:
-    """Return the norms of the difference and of the original."""
-    if tolerance == 0:
-        return float(expected != actual), 1.0
-    return math.dist(expected, actual), math.hypot(*expected)
 
 
 def judge_deferred() -> None:

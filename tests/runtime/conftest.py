@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from revzoo.runtime import ReversibleChain, lookahead
+from revzoo.runtime import ReversibleChain, lookahead, transforms
 
 Grads = list[Tensor]
 
@@ -21,6 +21,7 @@ def _forget_warnings() -> Iterator[None]:
     warn_once = lookahead._warn_once  # a test may replace it
     yield
     warn_once.cache_clear()
+    transforms._warn_once.cache_clear()
 
 
 def mlp(width: int = 6, hidden: int = 12) -> nn.Module:

@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from revzoo.errors import RecoveryError
@@ -290,7 +291,17 @@ def test_autocast_and_threads_within_operations_are_those_of_backward():
     assert seen == [(True, threads)] * 4
 
 
+class Traces(nn.Module):
+    """Runs its function on tensors without values first, as `torch._higher_order_ops.map` does, by globals of PyTorch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with FakeTensorMode():
+            torch.ones(1, requires_grad=True).sin()
+        return x.sin()
+
+
 REASONS = {
+    "tracing": "a step traces its own functions",
     "dropout": "a step draws random numbers",
     "draws": "or some were drawn since its forward",
     "processes": "several processes communicate",
@@ -306,6 +317,8 @@ def test_it_steps_aside_and_says_so(around, monkeypatch):
     chain = told(4, lambda _: recovered_in.append(threading.current_thread()))
     if around == "dropout":
         chain.steps[3].body.append(nn.Dropout(0.1))
+    if around == "tracing":
+        chain.steps[1].body.append(Traces())
     y = chain(*torch.randn(2, 3, 6))
     match around:
         case "draws":
@@ -318,7 +331,7 @@ def test_it_steps_aside_and_says_so(around, monkeypatch):
             compiler = SimpleNamespace(in_compiled_autograd_region=True)
             monkeypatch.setitem(sys.modules, "torch._dynamo.compiled_autograd", compiler)
         case "device":
-            monkeypatch.setattr("revzoo.runtime.recorded_call.Handle.device", torch.device("mps"))
+            monkeypatch.setattr("revzoo.runtime.refill_hooks.Handle.device", torch.device("mps"))
     try:
         with pytest.warns(UserWarning, match=f"lookahead steps aside: .*{REASONS[around]}") as found:
             (y[0] * y[1]).sum().backward()

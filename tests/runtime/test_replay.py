@@ -203,12 +203,18 @@ def test_a_moving_buffer_is_refused_unless_stored(streams):
     chain(*streams)
 
 
-def test_another_order_of_memory_in_backward_is_refused():
-    chain = ReversibleChain([nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh())] * 2)
-    y1, y2 = chain(*torch.randn(2, 2, 4, 5, 5, requires_grad=True))
-    chain.to(memory_format=torch.channels_last)
-    with pytest.raises(RecoveryError, match=r"'0\.weight' of steps\.1 has another order of memory .* Change it before forward"):
-        (y1 * y2).sum().backward()
+@pytest.mark.parametrize("compares", [False, True])
+def test_another_order_of_memory_in_backward_is_refused(compares):
+    """Dropout, for example, draws in the order of memory."""
+    chain = ReversibleChain([nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(0.5))] * 2)
+    with set_tripwire(compares):
+        y1, y2 = chain(*torch.randn(2, 2, 4, 5, 5, requires_grad=True))
+        (y1 * y2).sum().backward(retain_graph=True)
+        chain.to(memory_format=torch.channels_last)
+        with pytest.raises(
+            RecoveryError, match=r"'0\.weight' of steps\.1 has another order of memory .* Change it before forward"
+        ):
+            (y1 * y2).sum().backward()
 
 
 def test_a_parameter_changed_between_forward_and_backward_is_refused(streams):
