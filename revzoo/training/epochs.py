@@ -4,7 +4,7 @@ import json
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Summary:
     score: float
     best_score: float
     best_epoch: int
-    seconds: float
+    seconds: float = field(compare=False)
 
     def __str__(self) -> str:
         last, best, folder = CHOSEN.format(self.score), CHOSEN.format(self.best_score), quote(self.folder)
