@@ -12,6 +12,7 @@ from revzoo.graph.span_choices import Choices, Shape, Span, SpanOption
 
 _LONGEST = 24  # leaves in a span
 _LONGEST_INSIDE = 6  # leaves that a span overlaps, where it begins or ends inside one
+_SUBSETS = 8  # of what a span may keep
 _Key = tuple[tuple[int, ...], bytes, int, int]
 
 
@@ -84,7 +85,7 @@ class _Spans:
             key = tuple(self._classes[start:end]), gradient.tobytes(), following, min(begin, 1)
             shapes = self._known.get(key)
         if shapes is None:
-            shapes = list(Span(choices, start, end).list_shapes(offset))
+            shapes = _list_shapes(choices, Span(choices, start, end), offset)
             if key is not None:
                 self._known[key] = shapes
         first, order = choices.first[start], choices.order
@@ -100,3 +101,87 @@ class _Spans:
         begin = min(asked, default=0)
         released = (storages[k].released for k in choices.order[choices.first[start] : choices.first[end]])
         return begin, max(begin, choices.following[start] - 1, max(released, default=-1))
+
+
+def _list_shapes(choices: Choices, span: Span, offset: int) -> list[Shape]:
+    """Return what a span may keep, from what it must to all that is saved, and what that needs.
+
+    Args:
+        choices: of the graph.
+        span: one of its spans.
+        offset: gradients before its backward [bytes].
+    """
+    runs, kept = _Runs(choices, span), span.forced
+    candidates = [k for k in span.saved if k not in kept and k not in span.recipes]
+    gains = sorted(((runs.count_gain(k) / max(1, choices.sizes[k]), k) for k in candidates), reverse=True)
+    path = [(kept, runs.list_atoms())]
+    for _, k in gains:
+        kept |= {k}
+        if runs.keep(k):
+            path.append((kept, runs.list_atoms()))
+    if len(path) > _SUBSETS:
+        path = [path[round(i * (len(path) - 1) / (_SUBSETS - 1))] for i in range(_SUBSETS)]
+    forward = span.list_forward_peaks([kept for kept, _ in path])
+    path = [(kept - span.find_small(kept, again), again) for kept, again in path]
+    is_asked = any(at >= 0 for at in choices.record.first_unpack[span.start : span.end])
+    backward = [peak - offset if is_asked else None for peak in span.list_backward_peaks(path)]
+    shapes = []
+    for (kept, again), *peaks in zip(path, forward, backward, strict=True):
+        places = tuple(choices.bit[k].bit_length() - 1 - choices.first[span.start] for k in kept)
+        flops, made = (sum(of_atom[i] for i in again) for of_atom in (choices.record.flops, choices.made))
+        shapes.append((places, span.count_bytes(kept), *peaks, flops, made))
+    return shapes
+
+
+class _Runs:
+    """The atoms that run again for a span, while it keeps one more storage after the other."""
+
+    def __init__(self, choices: Choices, span: Span):
+        self._work, self._reads = choices.work, choices.reads
+        self._born = [storage.born for storage in choices.record.storages]
+        self._needs = dict.fromkeys([*(k for k in span.own if k not in span.forced), *span.recipes], 0)  # of what is not kept
+        self._atoms: dict[int, int] = {}  # that run, with how many of their storages are needed
+        waiting = [k for k in span.saved if k in self._needs]
+        while waiting:
+            k = waiting.pop()
+            self._needs[k] += 1
+            if self._needs[k] == 1:
+                i = self._born[k]
+                self._atoms[i] = self._atoms.get(i, 0) + 1
+                if self._atoms[i] == 1:
+                    waiting += [each for each in self._reads[i] if each in self._needs]
+
+    def list_atoms(self) -> list[int]:
+        return sorted(i for i, count in self._atoms.items() if count)
+
+    def keep(self, k: int) -> int:
+        """Keep a storage; return the work of what does not run any more."""
+        return self._release(k)[0] if self._needs.pop(k) else 0  # nobody may need it any more
+
+    def count_gain(self, k: int) -> int:
+        """Return what keeping a storage would save."""
+        needs = self._needs.pop(k)  # at least one, as it is saved
+        work, released = self._release(k)
+        for each in released:
+            if not self._needs[each]:
+                self._atoms[self._born[each]] += 1
+            self._needs[each] += 1
+        self._atoms[self._born[k]] += 1
+        self._needs[k] = needs
+        return work
+
+    def _release(self, k: int) -> tuple[int, list[int]]:
+        """Stop making a storage; return the work that this saves, and what is needed once less for it."""
+        work, released, waiting = 0, list[int](), [k]
+        while waiting:
+            i = self._born[waiting.pop()]
+            self._atoms[i] -= 1
+            if not self._atoms[i]:
+                work += self._work[i]
+                for each in self._reads[i]:
+                    if each in self._needs:
+                        released.append(each)
+                        self._needs[each] -= 1
+                        if not self._needs[each]:
+                            waiting.append(each)
+        return work, released

@@ -126,7 +126,8 @@ def _measure(span: Span, stays: frozenset[int], handed: frozenset[int]) -> _Inne
     kept = stays | handed
     _, flops, made, again = span.measure(kept)
     size = span.count_bytes(kept)
-    option = SpanOption(span.start, span.end, tuple(sorted(kept)), size, span.peak_of_backward(kept, again), flops, made)
+    (peak,) = span.list_backward_peaks([(kept, again)])
+    option = SpanOption(span.start, span.end, tuple(sorted(kept)), size, peak, flops, made)
     _, flops, made, again = span.measure(stays, handed)
     run = span.peak_of_recovery(stays, again, handed)
     return _Inner(option, run, flops, made, span.find_gradients(stays))
