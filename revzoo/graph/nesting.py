@@ -59,15 +59,16 @@ class _Place:
 
 def add_nests(sets: Sequence[Choices], report: Report = keep_silent) -> None:
     """Add nests to the options of a graph, for one or more sets of what is made again across spans."""
-    first, measured = sets[0], dict[_Key, _Inner]()
-    spans = [[_InnerSpans(choices, products, measured) for choices in sets] for products in _list_rules(first)]
-    for end in walk(range(2, len(first.leaves)), "planning: nests of spans", report):
+    rules, measured = [*_list_rules(sets[0])], dict[_Key, _Inner]()
+    spans = [_InnerSpans(choices, rules, measured) for choices in sets]
+    for end in walk(range(2, len(sets[0].leaves)), "planning: nests of spans", report):
         before: list[_Nests] = []
-        for inner in (each for of_rule in spans for each in of_rule):
-            nests = _Nests(inner, end, before)
-            for border, option in nests.list_options():
-                inner.choices.options[inner.choices.places[inner.choices.leaves[border]]].append(option)
-            before.append(nests)
+        for rule in range(len(rules)):
+            for inner in spans:
+                nests = _Nests(inner, rule, end, before)
+                for border, option in nests.list_options():
+                    inner.choices.options[inner.choices.places[inner.choices.leaves[border]]].append(option)
+                before.append(nests)
 
 
 def _list_rules(choices: Choices) -> Iterator[frozenset[int]]:
@@ -94,43 +95,46 @@ _Key = tuple[int, int, frozenset[int], frozenset[int]]
 
 
 class _InnerSpans:
-    """The spans in nests of one rule.
+    """The spans in nests.
 
     Args:
         choices: of the graph.
-        products: the rule: what nests keep.
+        rules: what nests keep of the products.
         measured: those that were measured, by borders, what stays and what is handed. Most are the same for several rules.
     """
 
-    def __init__(self, choices: Choices, products: frozenset[int], measured: dict[_Key, _Inner]):
-        self.choices, self.products, self._measured = choices, products, measured
-        self.product_bits = sum(choices.bit[k] for k in products)
-        self._known: dict[tuple[int, int], _Inner] = {}
+    def __init__(self, choices: Choices, rules: Sequence[frozenset[int]], measured: dict[_Key, _Inner]):
+        self.choices, self.rules, self._measured = choices, rules, measured
+        self.product_bits = [sum(choices.bit[k] for k in products) for products in rules]
+        self._known: dict[tuple[int, int], list[_Inner]] = {}  # by rule
 
-    def find(self, border: int, following: int) -> _Inner:
+    def find(self, rule: int, border: int, following: int) -> _Inner:
         """Return the span between two leaves' borders."""
-        inner = self._known.get((border, following))
-        if inner is None:
-            choices = self.choices
-            span = choices.find_inner(choices.leaves[border], choices.leaves[following])
-            stays = self.products.intersection(span.own) | (span.forced & choices.always)
-            key = border, following, stays, span.forced - stays
-            inner = self._measured.get(key)
-            if inner is None:
-                inner = self._measured[key] = _measure(span, stays, span.forced - stays)
-            self._known[border, following] = inner
-        return inner
+        spans = self._known.get((border, following))
+        if spans is None:
+            choices, measured = self.choices, self._measured
+            span = Span(choices, choices.leaves[border], choices.leaves[following], is_nested=True)
+            always = span.forced & choices.always
+            stays = [products.intersection(span.own) | always for products in self.rules]
+            keys = [(border, following, each, span.forced - each) for each in stays]
+            missing = [key for key in dict.fromkeys(keys) if key not in measured]
+            if missing:
+                measured.update(zip(missing, _measure(span, [key[2:] for key in missing]), strict=True))
+            spans = self._known[border, following] = [measured[key] for key in keys]
+        return spans[rule]
 
 
-def _measure(span: Span, stays: frozenset[int], handed: frozenset[int]) -> _Inner:
-    kept = stays | handed
-    _, flops, made, again = span.measure(kept)
-    size = span.count_bytes(kept)
-    (peak,) = span.list_backward_peaks([(kept, again)])
-    option = SpanOption(span.start, span.end, tuple(sorted(kept)), size, peak, flops, made)
-    _, flops, made, again = span.measure(stays, handed)
-    run = span.peak_of_recovery(stays, again, handed)
-    return _Inner(option, run, flops, made, span.find_gradients(stays))
+def _measure(span: Span, choices: Sequence[tuple[frozenset[int], frozenset[int]]]) -> list[_Inner]:
+    """Return the span with each choice of what the nest keeps and what it hands to the span."""
+    plans = [(stays | handed, *span.measure(stays | handed)[1:]) for stays, handed in choices]
+    peaks = span.list_backward_peaks([(kept, again) for kept, _, _, again in plans])
+    measured = []
+    for (stays, handed), (kept, flops, made, _), peak in zip(choices, plans, peaks, strict=True):
+        option = SpanOption(span.start, span.end, tuple(sorted(kept)), span.count_bytes(kept), peak, flops, made)
+        _, flops, made, again = span.measure(stays, handed)
+        run = span.peak_of_recovery(stays, again, handed)
+        measured.append(_Inner(option, run, flops, made, span.find_gradients(stays)))
+    return measured
 
 
 class _Nests:
@@ -138,23 +142,24 @@ class _Nests:
 
     Args:
         inner: their spans.
+        rule: its number.
         end: the border, as a number.
         before: nests of other rules or for other sets of what is made again. Where products and roots are the same, fronts are.
     """
 
-    def __init__(self, inner: _InnerSpans, end: int, before: Sequence["_Nests"]):
-        self._choices, self._inner, self._end = inner.choices, inner, end
+    def __init__(self, inner: _InnerSpans, rule: int, end: int, before: Sequence["_Nests"]):
+        self._choices, self._inner, self._rule, self._end = inner.choices, inner, rule, end
         self._before = list(before)
         self._fronts: dict[int, NDArray[np.int64]] = {end: np.zeros((6, 1), np.int64)}
 
     def list_options(self) -> Iterator[tuple[int, SpanOption]]:
         """Yield nests with the numbers of the borders where they begin."""
         choices, borders, end = self._choices, self._choices.leaves, self._end
-        storages, products = choices.record.storages, self._inner.products
+        storages, products = choices.record.storages, self._inner.rules[self._rule]
         wall = max((at for at in choices.record.walls if at < borders[end]), default=0)
         first = max(borders.index(wall), end - _LONGEST)
         nearest = range(max(first, end - _LONGEST_SPAN), end)
-        gradient = max((self._inner.find(i, end).gradient_bytes for i in nearest), default=0)
+        gradient = max((self._inner.find(self._rule, i, end).gradient_bytes for i in nearest), default=0)
         after = 0  # what the nest keeps of the spans from a border on
         forward = _Forward(choices, borders[first], borders[end])
         for border in range(end - 1, first - 1, -1):
@@ -174,7 +179,7 @@ class _Nests:
         """Return rows of bytes, work, FLOPs, bytes made, next border and column there, for the spans from a border on."""
         rows, fronts, before = [], [], 0
         for following in range(border + 1, min(border + _LONGEST_SPAN, self._end) + 1):
-            inner, rest = self._inner.find(border, following), self._fronts[following]
+            inner, rest = self._inner.find(self._rule, border, following), self._fronts[following]
             option, size, kept = inner.option, rest.shape[1], inner.option.kept_bytes
             need, flops, made = option.need_bytes, option.flops, option.made
             if following < self._end:
@@ -203,7 +208,8 @@ class _Nests:
         choices, leaves = self._choices, self._choices.leaves
         start, end = choices.first[leaves[border]], choices.first[leaves[self._end]]
         inside = (1 << end) - (1 << start)
-        differing = (self._inner.product_bits ^ other._inner.product_bits) & inside
+        bits = self._inner.product_bits
+        differing = (bits[self._rule] ^ bits[other._rule]) & inside
         return not differing and (other._choices is choices or choices.is_alike(border, self._end))
 
     def _list_nests(self, border: int, front: NDArray[np.int64], forward: "_Forward") -> Iterator[tuple[int, SpanOption]]:
@@ -224,7 +230,7 @@ class _Nests:
         spans = []
         while border < self._end:
             following, after = self._fronts[border][4:, column].tolist()
-            spans.append(self._inner.find(border, following).option)
+            spans.append(self._inner.find(self._rule, border, following).option)
             border, column = following, after
         return spans
 

@@ -120,7 +120,6 @@ class Choices:
         self.first = [0, *accumulate(map(len, self.born))]  # by atom: the place of its first storage in this order
         self.bit = {k: 1 << place for place, k in enumerate(self.order)}
         self.highest = list(_tabulate_maxima(self.gradient))
-        self._inner: dict[tuple[int, int], Span] = {}
         self._roots = sorted(record.storages[k].born for k in remade.roots)
         self._remaking = [0, *accumulate(self._list_remaking())]
         self.options: list[list[SpanOption]] = [[] for _ in self.borders[1:]]
@@ -155,12 +154,6 @@ class Choices:
         """Return whether nothing that is made again starts between the borders of two leaves, so that nests there are alike."""
         start, end = self.leaves[max(0, first)], self.leaves[last]
         return bisect_left(self._roots, start) == bisect_left(self._roots, end)
-
-    def find_inner(self, start: int, end: int) -> "Span":
-        """Return the span between two atoms as one in a nest."""
-        if (start, end) not in self._inner:
-            self._inner[start, end] = Span(self, start, end, is_nested=True)
-        return self._inner[start, end]
 
     def price(self, flops: int, made: int) -> int:
         """Return the work of FLOPs and moved bytes together [FLOPs], or the nanoseconds."""
