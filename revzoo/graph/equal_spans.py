@@ -29,7 +29,7 @@ def _classify(choices: Choices, numbers: dict[object, int]) -> list[int]:
     """Return a number for every atom; spans of atoms with the same numbers are equal but for the gradients around them."""
     record, leaves, first = choices.record, choices.leaves, choices.first
     far = max(end - start for start, end in zip(leaves, [*leaves[_LONGEST + 1 :], leaves[-1]], strict=False))
-    place = {k: at for at, k in enumerate(choices.order)}
+    place = choices.place
     classes, last_asked = [], 0
     for i, asked in enumerate(record.first_unpack):
         since = asked - last_asked if asked >= 0 else None
@@ -114,20 +114,21 @@ def _list_shapes(choices: Choices, span: Span, offset: int) -> list[Shape]:
     runs, kept = _Runs(choices, span), span.forced
     candidates = [k for k in span.saved if k not in kept and k not in span.recipes]
     gains = sorted(((runs.count_gain(k) / max(1, choices.sizes[k]), k) for k in candidates), reverse=True)
-    path = [(kept, runs.list_atoms())]
+    points = [(kept, 0)]
     for _, k in gains:
         kept |= {k}
         if runs.keep(k):
-            path.append((kept, runs.list_atoms()))
-    if len(path) > _SUBSETS:
-        path = [path[round(i * (len(path) - 1) / (_SUBSETS - 1))] for i in range(_SUBSETS)]
+            points.append((kept, len(runs.stopped)))
+    if len(points) > _SUBSETS:
+        points = [points[round(i * (len(points) - 1) / (_SUBSETS - 1))] for i in range(_SUBSETS)]
+    path = [(kept, runs.list_atoms(count)) for kept, count in points]
     forward = span.list_forward_peaks([kept for kept, _ in path])
     path = [(kept - span.find_small(kept, again), again) for kept, again in path]
     is_asked = any(at >= 0 for at in choices.record.first_unpack[span.start : span.end])
     backward = [peak - offset if is_asked else None for peak in span.list_backward_peaks(path)]
     shapes = []
     for (kept, again), *peaks in zip(path, forward, backward, strict=True):
-        places = tuple(choices.bit[k].bit_length() - 1 - choices.first[span.start] for k in kept)
+        places = tuple(choices.place[k] - choices.first[span.start] for k in kept)
         flops, made = (sum(of_atom[i] for i in again) for of_atom in (choices.record.flops, choices.made))
         shapes.append((places, span.count_bytes(kept), *peaks, flops, made))
     return shapes
@@ -140,7 +141,8 @@ class _Runs:
         self._work, self._reads = choices.work, choices.reads
         self._born = [storage.born for storage in choices.record.storages]
         self._needs = dict.fromkeys([*(k for k in span.own if k not in span.forced), *span.recipes], 0)  # of what is not kept
-        self._atoms: dict[int, int] = {}  # that run, with how many of their storages are needed
+        self._atoms: dict[int, int] = {}  # that run at first, with how many of their storages are needed now
+        self.stopped: list[int] = []  # those that do not run any more, in this order
         waiting = [k for k in span.saved if k in self._needs]
         while waiting:
             k = waiting.pop()
@@ -151,8 +153,9 @@ class _Runs:
                 if self._atoms[i] == 1:
                     waiting += [each for each in self._reads[i] if each in self._needs]
 
-    def list_atoms(self) -> list[int]:
-        return sorted(i for i, count in self._atoms.items() if count)
+    def list_atoms(self, count: int) -> list[int]:
+        """Return the atoms that ran before all but the first `count` that stopped did."""
+        return sorted(self._atoms.keys() - self.stopped[:count])
 
     def keep(self, k: int) -> int:
         """Keep a storage; return the work of what does not run any more."""
@@ -168,6 +171,7 @@ class _Runs:
             self._needs[each] += 1
         self._atoms[self._born[k]] += 1
         self._needs[k] = needs
+        self.stopped.clear()
         return work
 
     def _release(self, k: int) -> tuple[int, list[int]]:
@@ -178,6 +182,7 @@ class _Runs:
             self._atoms[i] -= 1
             if not self._atoms[i]:
                 work += self._work[i]
+                self.stopped.append(i)
                 for each in self._reads[i]:
                     if each in self._needs:
                         released.append(each)

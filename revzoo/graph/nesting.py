@@ -105,7 +105,7 @@ class _InnerSpans:
 
     def __init__(self, choices: Choices, rules: Sequence[frozenset[int]], measured: dict[_Key, _Inner]):
         self.choices, self.rules, self._measured = choices, rules, measured
-        self.product_bits = [sum(choices.bit[k] for k in products) for products in rules]
+        self.product_bits = [sum(1 << choices.place[k] for k in products) for products in rules]
         self._known: dict[tuple[int, int], list[_Inner]] = {}  # by rule
 
     def find(self, rule: int, border: int, following: int) -> _Inner:

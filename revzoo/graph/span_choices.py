@@ -118,7 +118,8 @@ class Choices:
         self.work = [self.price(flops, made) for flops, made in zip(record.flops, self.made, strict=True)]
         self.order = [k for born in self.born for k in born]
         self.first = [0, *accumulate(map(len, self.born))]  # by atom: the place of its first storage in this order
-        self.bit = {k: 1 << place for place, k in enumerate(self.order)}
+        self.place = {k: at for at, k in enumerate(self.order)}
+        self.times = np.array([(s.unpacked, s.released) for s in record.storages], np.int64).reshape(-1, 2)
         self.highest = list(_tabulate_maxima(self.gradient))
         self._roots = sorted(record.storages[k].born for k in remade.roots)
         self._remaking = [0, *accumulate(self._list_remaking())]
@@ -251,17 +252,20 @@ class Span:
         if not asked:
             return [0] * len(plans)
         begin, never = min(asked), len(choices.gradient)
-        times = {k: (record.storages[k].unpacked, record.storages[k].released) for k in self.own}
-        times |= {k: self._find_times(k) for k in self.saved}
-        column = {k: i for i, k in enumerate(times)}
-        size = choices.array[[*times]]
-        unpacked, released = np.array([*times.values(), (-1, -1)], np.int64)[:-1].T
+        names = [*self.own, *(k for k in self.saved if record.storages[k].born < self.start)]
+        times = choices.times[names]
+        for i, k in enumerate(names if self.recipes else ()):
+            times[i] = self._find_times(k)
+        unpacked, released, size = *times.T, choices.array[names]
+        column = {k: i for i, k in enumerate(names)}
         starts = [{k for i in again for k in choices.reads[i] if k in kept} for kept, again in plans]
-        marks = np.zeros((3, len(plans), size.size), np.bool_)
+        is_kept, is_start = np.zeros((2, len(plans), size.size), np.bool_)
+        is_saved = np.zeros(size.size, np.bool_)
+        is_saved[[column[k] for k in self.saved]] = True
         for i, (kept, _) in enumerate(plans):
-            for mark, names in zip(marks, (kept, starts[i], [k for k in self.saved if k not in kept]), strict=True):
-                mark[i, [column[k] for k in names]] = True
-        is_kept, is_start, is_dropped = marks
+            is_kept[i, [column[k] for k in kept]] = True
+            is_start[i, [column[k] for k in starts[i]]] = True
+        is_dropped = is_saved & ~is_kept
         # The recovery begins when the first dropped tensor is asked for. What it starts from lives until then, and what no slot
         # holds until the last slot is free.
         at = np.where(is_dropped & (unpacked >= 0), unpacked, never).min(axis=1, initial=never)[:, None]
@@ -294,7 +298,7 @@ class Span:
         if k not in self.recipes:
             return storage.unpacked, storage.released
         times = [times for i, times in storage.saved_by.items() if self.start <= i < self.end]
-        return find_first(unpacked for unpacked, _ in times), max(released for _, released in times)
+        return find_first(unpacked for unpacked, _ in times), max((released for _, released in times), default=-1)
 
     def find_gradients(self, kept: Collection[int]) -> int:
         """Return the bytes of gradients at its recovery; -1 if nothing is dropped."""
