@@ -241,7 +241,9 @@ class Span:
         more = np.zeros((len(keeps), length + 2), np.int64)
         for row, kept in zip(more, keeps, strict=True):
             for k in kept:  # takes memory beyond its last use, too
-                row[min((storages[k].born if storages[k].maker is None else storages[k].last_use) - start, length) + 1] += size[k]
+                row[min((storages[k].born if storages[k].maker is None else storages[k].last_use) - start, length) + 1] += size[
+                    k
+                ]
         peaks: list[int] = (more.cumsum(axis=1)[:, :-1] + (inner + before)).max(axis=1).tolist()
         return peaks
 
@@ -280,7 +282,10 @@ class Span:
         leaves = np.maximum(places.searchsorted(ends + 1), appears)
         rows = places.size * np.arange(len(plans))[:, None]
         weights = np.where(lives, size, 0).ravel()  # exact as floating-point numbers up to 8 PiB
-        changes = [np.bincount((rows + x).ravel(), weights, rows.size * places.size)[: rows.size * places.size] for x in (appears, leaves)]
+        changes = [
+            np.bincount((rows + x).ravel(), weights, rows.size * places.size)[: rows.size * places.size]
+            for x in (appears, leaves)
+        ]
         alive = (changes[0] - changes[1]).reshape(len(plans), -1).cumsum(axis=1).astype(np.int64)[:, :-1]
         gradients = [choices.find_highest(a, b) for a, b in pairwise(places.tolist())]
         peaks: list[int] = np.where(places[:-1] <= end[:, None], alive + gradients, 0).max(axis=1).tolist()
