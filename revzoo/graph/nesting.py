@@ -33,16 +33,15 @@ class _Inner:
     Args:
         option: the span, and what it keeps or is handed.
         run_bytes: the peak of the nest's recovery in it.
-        flops: what that runs again.
-        made: what that allocates.
         gradient_bytes: when backward first asks for what the nest does not keep of it; -1 if it keeps all.
+        first, last: what it adds where others of the nest follow, and at the nest's end: bytes, work, FLOPs and bytes made.
     """
 
     option: SpanOption
     run_bytes: int
-    flops: int
-    made: int
     gradient_bytes: int
+    first: tuple[int, int, int, int]
+    last: tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -106,34 +105,44 @@ class _InnerSpans:
     def __init__(self, choices: Choices, rules: Sequence[frozenset[int]], measured: dict[_Key, _Inner]):
         self.choices, self.rules, self._measured = choices, rules, measured
         self.product_bits = [sum(1 << choices.place[k] for k in products) for products in rules]
-        self._known: dict[tuple[int, int], list[_Inner]] = {}  # by rule
+        self._known: list[list[list[_Inner]]] = [[] for _ in choices.leaves]  # by first border, length and rule
 
     def find(self, rule: int, border: int, following: int) -> _Inner:
         """Return the span between two leaves' borders."""
-        spans = self._known.get((border, following))
-        if spans is None:
-            choices, measured = self.choices, self._measured
-            span = Span(choices, choices.leaves[border], choices.leaves[following], is_nested=True)
-            always = span.forced & choices.always
-            stays = [products.intersection(span.own) | always for products in self.rules]
-            keys = [(border, following, each, span.forced - each) for each in stays]
-            missing = [key for key in dict.fromkeys(keys) if key not in measured]
-            if missing:
-                measured.update(zip(missing, _measure(span, [key[2:] for key in missing]), strict=True))
-            spans = self._known[border, following] = [measured[key] for key in keys]
-        return spans[rule]
+        return self.list_from(border, following)[-1][rule]
+
+    def list_from(self, border: int, following: int) -> list[list[_Inner]]:
+        """Return the spans from a border on up to another, by length and rule."""
+        spans = self._known[border]
+        while len(spans) < following - border:
+            spans.append(self._measure(border, border + 1 + len(spans)))
+        return spans[: following - border]
+
+    def _measure(self, border: int, following: int) -> list[_Inner]:
+        choices, measured = self.choices, self._measured
+        span = Span(choices, choices.leaves[border], choices.leaves[following], is_nested=True)
+        always = span.forced & choices.always
+        stays = [products.intersection(span.own) | always for products in self.rules]
+        keys = [(border, following, each, span.forced - each) for each in stays]
+        missing = [key for key in dict.fromkeys(keys) if key not in measured]
+        if missing:
+            measured.update(zip(missing, _measure(choices, span, [key[2:] for key in missing]), strict=True))
+        return [measured[key] for key in keys]
 
 
-def _measure(span: Span, choices: Sequence[tuple[frozenset[int], frozenset[int]]]) -> list[_Inner]:
-    """Return the span with each choice of what the nest keeps and what it hands to the span."""
-    plans = [(stays | handed, *span.measure(stays | handed)[1:]) for stays, handed in choices]
+def _measure(choices: Choices, span: Span, handing: Sequence[tuple[frozenset[int], frozenset[int]]]) -> list[_Inner]:
+    """Return a span with each choice of what the nest keeps of it and what is handed to it."""
+    plans = [(stays | handed, *span.measure(stays | handed)[1:]) for stays, handed in handing]
     peaks = span.list_backward_peaks([(kept, again) for kept, _, _, again in plans])
     measured = []
-    for (stays, handed), (kept, flops, made, _), peak in zip(choices, plans, peaks, strict=True):
-        option = SpanOption(span.start, span.end, tuple(sorted(kept)), span.count_bytes(kept), peak, flops, made)
-        _, flops, made, again = span.measure(stays, handed)
+    for (stays, handed), (kept, flops, made, _), peak in zip(handing, plans, peaks, strict=True):
+        size = span.count_bytes(kept)
+        option = SpanOption(span.start, span.end, tuple(sorted(kept)), size, peak, flops, made)
+        work, more_flops, more_made, again = span.measure(stays, handed)
+        last = choices.price(flops, made)
+        first = size, last + work, flops + more_flops, made + more_made
         run = span.peak_of_recovery(stays, again, handed)
-        measured.append(_Inner(option, run, flops, made, span.find_gradients(stays)))
+        measured.append(_Inner(option, run, span.find_gradients(stays), first, (0, last, flops, made)))
     return measured
 
 
@@ -177,31 +186,24 @@ class _Nests:
 
     def _find_front(self, border: int, base: int) -> NDArray[np.int64]:
         """Return rows of bytes, work, FLOPs, bytes made, next border and column there, for the spans from a border on."""
-        rows, fronts, before = [], [], 0
-        for following in range(border + 1, min(border + _LONGEST_SPAN, self._end) + 1):
-            inner, rest = self._inner.find(self._rule, border, following), self._fronts[following]
-            option, size, kept = inner.option, rest.shape[1], inner.option.kept_bytes
-            need, flops, made = option.need_bytes, option.flops, option.made
-            if following < self._end:
-                need, flops, made = max(need, base + inner.run_bytes), flops + inner.flops, made + inner.made
-            elif inner.gradient_bytes < 0:
-                continue
-            else:
-                kept = 0
-            rows.append((need, kept, self._choices.price(flops, made), flops, made, following, before, size))
-            fronts.append(rest)
-            before += size
+        stop = min(border + _LONGEST_SPAN, self._end)
+        spans = [of_length[self._rule] for of_length in self._inner.list_from(border, stop)]
+        rows = [(max(each.option.need_bytes, base + each.run_bytes), *each.first) for each in spans]
+        if stop == self._end:
+            rows[-1:] = [(spans[-1].option.need_bytes, *spans[-1].last)] if spans[-1].gradient_bytes >= 0 else []
         if not rows:
             return np.zeros((6, 0), np.int64)
-        table = np.array(rows, np.int64)
-        number = np.repeat(np.arange(len(rows)), table[:, -1])
-        rest, of_option = np.concatenate(fronts, axis=1), table.T[:, number]
-        need, work = np.maximum(of_option[0], of_option[1] + rest[0]), rest[1] + of_option[2]
+        fronts = [self._fronts[border + 1 + i] for i in range(len(rows))]
+        counts = [front.shape[1] for front in fronts]
+        rest, number = np.concatenate(fronts, axis=1), np.repeat(np.arange(len(rows)), counts)
+        need, kept, price, flops, made = np.array(rows, np.int64).T
+        need, work = np.maximum(need[number], kept[number] + rest[0]), rest[1] + price[number]
         best = find_best(need, work)
-        points, _ = thin(np.stack([need[best], work[best], best]), _POINTS)
-        best = points[2]
-        _, _, _, flops, made, following, before, _ = of_option[:, best]
-        return np.stack([points[0], points[1], rest[2, best] + flops, rest[3, best] + made, following, best - before])
+        best = thin(np.array([need[best], work[best], best]), _POINTS)[0][2]
+        number = number[best]
+        column = best - (np.cumsum(counts) - counts)[number]
+        more = flops[number], made[number], border + 1 + number, column
+        return np.array([need[best], work[best], rest[2, best] + more[0], rest[3, best] + more[1], *more[2:]])
 
     def _is_like(self, other: "_Nests", border: int) -> bool:
         """Return whether nests from a border on consist of the same spans."""

@@ -181,6 +181,8 @@ class Span:
         )
         self.saved = [k for k in self.own if storages[k].saved_by and k not in self.recipes]
         self.saved += [k for k in self.recipes if any(start <= i < end for i in storages[k].saved_by)]
+        self._names = [*self.own, *(k for k in self.saved if storages[k].born < start)]
+        self._column = {k: i for i, k in enumerate(self._names)}
         self.passing = [k for k in self.recipes if storages[k].born < start <= storages[k].last_use]
 
     def measure(self, kept: frozenset[int], wanted: Collection[int] | None = None) -> tuple[int, int, int, list[int]]:
@@ -225,6 +227,13 @@ class Span:
         again = [i for i in again if i not in inside]
         return {k for i in again for k in born[i] if storages[k].is_small and storages[k].maker is None}
 
+    def _mark(self, sets: Sequence[Collection[int]]) -> NDArray[np.bool_]:
+        """Return for each set and each of the span's storages whether it is in the set."""
+        marks = np.zeros((len(sets), len(self._names)), np.bool_)
+        for row, each in zip(marks, sets, strict=True):
+            row[[self._column[k] for k in each]] = True
+        return marks
+
     def list_forward_peaks(self, keeps: Sequence[Collection[int]]) -> list[int]:
         """Return the peak of forward for each choice of what is kept."""
         choices, start, length = self._choices, self.start, self.end - self.start
@@ -237,14 +246,12 @@ class Span:
             for k in choices.dead[i]:
                 total -= size[k] if storages[k].born < i and (storages[k].born >= start or k in self.recipes) else 0
             before.append(total)
-        inner = np.array([*choices.record.inner_bytes[start : self.end], 0], np.int64)
-        more = np.zeros((len(keeps), length + 2), np.int64)
-        for row, kept in zip(more, keeps, strict=True):
-            for k in kept:  # takes memory beyond its last use, too
-                row[min((storages[k].born if storages[k].maker is None else storages[k].last_use) - start, length) + 1] += size[
-                    k
-                ]
-        peaks: list[int] = (more.cumsum(axis=1)[:, :-1] + (inner + before)).max(axis=1).tolist()
+        inner = [*choices.record.inner_bytes[start : self.end], 0]
+        # What is kept takes memory beyond its last use, too.
+        uses = [storages[k].born if storages[k].maker is None else storages[k].last_use for k in self.own]
+        since = np.minimum(np.array(uses, np.int64) + 1, self.end + 1) - start
+        more = _accumulate(since, self._mark(keeps)[:, : len(self.own)] * choices.array[self.own], length + 2)[:, :-1]
+        peaks: list[int] = (more + np.add(inner, before)).max(axis=1).tolist()
         return peaks
 
     def list_backward_peaks(self, plans: Sequence[tuple[Collection[int], Sequence[int]]]) -> list[int]:
@@ -254,20 +261,13 @@ class Span:
         if not asked:
             return [0] * len(plans)
         begin, never = min(asked), len(choices.gradient)
-        names = [*self.own, *(k for k in self.saved if record.storages[k].born < self.start)]
-        times = choices.times[names]
-        for i, k in enumerate(names if self.recipes else ()):
+        times = choices.times[self._names]
+        for i, k in enumerate(self._names if self.recipes else ()):
             times[i] = self._find_times(k)
-        unpacked, released, size = *times.T, choices.array[names]
-        column = {k: i for i, k in enumerate(names)}
+        unpacked, released, size = *times.T, choices.array[self._names]
         starts = [{k for i in again for k in choices.reads[i] if k in kept} for kept, again in plans]
-        is_kept, is_start = np.zeros((2, len(plans), size.size), np.bool_)
-        is_saved = np.zeros(size.size, np.bool_)
-        is_saved[[column[k] for k in self.saved]] = True
-        for i, (kept, _) in enumerate(plans):
-            is_kept[i, [column[k] for k in kept]] = True
-            is_start[i, [column[k] for k in starts[i]]] = True
-        is_dropped = is_saved & ~is_kept
+        is_kept, is_start = self._mark([kept for kept, _ in plans]), self._mark(starts)
+        is_dropped = ~is_kept & self._mark([self.saved])
         # The recovery begins when the first dropped tensor is asked for. What it starts from lives until then, and what no slot
         # holds until the last slot is free.
         at = np.where(is_dropped & (unpacked >= 0), unpacked, never).min(axis=1, initial=never)[:, None]
@@ -276,17 +276,12 @@ class Span:
         ends = np.where(is_start, np.maximum(released, until), released)
         lives = is_kept | (is_dropped & (at < never))
         end = np.maximum(np.where(lives, ends, -1).max(axis=1, initial=-1), max(begin, following - 1))
-        places = np.unique(np.concatenate([released + 1, unpacked, end + 1, [begin]]))
+        places = np.array(sorted({begin, *(released + 1).tolist(), *unpacked.tolist(), *(end + 1).tolist()}))
         places = places[places.searchsorted(begin) :]
         appears = np.where(is_kept, 0, places.searchsorted(at))
         leaves = np.maximum(places.searchsorted(ends + 1), appears)
-        rows = places.size * np.arange(len(plans))[:, None]
-        weights = np.where(lives, size, 0).ravel()  # exact as floating-point numbers up to 8 PiB
-        changes = [
-            np.bincount((rows + x).ravel(), weights, rows.size * places.size)[: rows.size * places.size]
-            for x in (appears, leaves)
-        ]
-        alive = (changes[0] - changes[1]).reshape(len(plans), -1).cumsum(axis=1).astype(np.int64)[:, :-1]
+        weights = np.where(lives, size, 0)
+        alive = (_accumulate(appears, weights, places.size) - _accumulate(leaves, weights, places.size))[:, :-1]
         gradients = [choices.find_highest(a, b) for a, b in pairwise(places.tolist())]
         peaks: list[int] = np.where(places[:-1] <= end[:, None], alive + gradients, 0).max(axis=1).tolist()
         before = (np.where(is_kept & (ends >= at), size, 0)).sum(axis=1).tolist()  # the recovery
@@ -329,17 +324,26 @@ class Span:
         storages, inner, copied = choices.record.storages, choices.record.inner_bytes, choices.record.copied_bytes
         last = {k: i for i in again for k in choices.reads[i]}
         stays = set(self.saved if wanted is None else wanted)
+        freed = dict.fromkeys(again, 0)
+        for k, i in last.items():
+            own = storages[k].born >= self.start or k in self.recipes
+            if (own and k not in kept and k not in stays) or k in passing:
+                freed[i] += choices.sizes[k]
         total = highest = sum(choices.sizes[k] for k in passing)
         for i in again:
             highest = max(highest, total + inner[i] + copied[i])
             for k in choices.born[i]:
                 if k not in kept and (k in stays or last.get(k, -1) > i):
                     total += choices.sizes[k]
-            for k in choices.reads[i]:
-                own = storages[k].born >= self.start or k in self.recipes
-                if ((own and k not in kept and k not in stays) or k in passing) and last[k] == i:
-                    total -= choices.sizes[k]
+            total -= freed[i]
         return max(highest, total)
+
+
+def _accumulate(places: NDArray[np.int64], sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Return by row how much has been added up to each of some places. Sizes of 0 may have places beyond."""
+    rows = length * np.arange(len(sizes))[:, None]
+    added = np.bincount((rows + places).ravel(), sizes.ravel(), len(sizes) * length)  # exact up to 8 PiB
+    return added[: len(sizes) * length].reshape(-1, length).cumsum(axis=1).astype(np.int64)
 
 
 def _tabulate_maxima(values: NDArray[np.int64]) -> Iterator[list[int]]:
