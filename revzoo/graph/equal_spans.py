@@ -5,7 +5,7 @@ seen from the atom. Only the gradients before its backward differ between equal 
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from revzoo.graph.progress import Report, keep_silent, walk
 from revzoo.graph.span_choices import Choices, Shape, Span, SpanOption
@@ -111,14 +111,14 @@ def _list_shapes(choices: Choices, span: Span, offset: int) -> list[Shape]:
         span: one of its spans.
         offset: gradients before its backward [bytes].
     """
-    runs, kept = _Runs(choices, span), span.forced
+    runs, kept = Reruns(choices, span, span.forced), span.forced
     candidates = [k for k in span.saved if k not in kept and k not in span.recipes]
     gains = sorted(((runs.count_gain(k) / max(1, choices.sizes[k]), k) for k in candidates), reverse=True)
     points = [(kept, 0)]
     for _, k in gains:
         kept |= {k}
         if runs.keep(k):
-            points.append((kept, len(runs.stopped)))
+            points.append((kept, runs.num_stopped))
     if len(points) > _SUBSETS:
         points = [points[round(i * (len(points) - 1) / (_SUBSETS - 1))] for i in range(_SUBSETS)]
     path = [(kept, runs.list_atoms(count)) for kept, count in points]
@@ -126,67 +126,79 @@ def _list_shapes(choices: Choices, span: Span, offset: int) -> list[Shape]:
     path = [(kept - span.find_small(kept, again), again) for kept, again in path]
     is_asked = any(at >= 0 for at in choices.record.first_unpack[span.start : span.end])
     backward = [peak - offset if is_asked else None for peak in span.list_backward_peaks(path)]
-    shapes = []
-    for (kept, again), *peaks in zip(path, forward, backward, strict=True):
+    shapes = list[Shape]()
+    for (kept, again), ahead, back in zip(path, forward, backward, strict=True):
         places = tuple(choices.place[k] - choices.first[span.start] for k in kept)
-        flops, made = (sum(of_atom[i] for i in again) for of_atom in (choices.record.flops, choices.made))
-        shapes.append((places, span.count_bytes(kept), *peaks, flops, made))
+        shapes.append((places, span.count_bytes(kept), ahead, back, *choices.count(again)[1:]))
     return shapes
 
 
-class _Runs:
-    """The atoms that run again for a span, while it keeps one more storage after the other."""
+class Reruns:
+    """The atoms that run again for a span, while one more storage after the other is kept.
 
-    def __init__(self, choices: Choices, span: Span):
-        self._work, self._reads = choices.work, choices.reads
-        self._born = [storage.born for storage in choices.record.storages]
-        self._needs = dict.fromkeys([*(k for k in span.own if k not in span.forced), *span.recipes], 0)  # of what is not kept
+    Args:
+        choices: of the graph.
+        span: in it.
+        kept: storages that are not made.
+        wanted: those to be made; None for all that is saved and not kept.
+    """
+
+    def __init__(self, choices: Choices, span: Span, kept: frozenset[int], wanted: Collection[int] | None = None):
+        self._choices = choices
+        self._needs = dict.fromkeys([*(k for k in span.own if k not in kept), *span.recipes], 0)  # of what is not kept
         self._atoms: dict[int, int] = {}  # that run at first, with how many of their storages are needed now
-        self.stopped: list[int] = []  # those that do not run any more, in this order
-        waiting = [k for k in span.saved if k in self._needs]
+        self._stopped: list[int] = []  # those that do not run any more
+        waiting = [k for k in (span.saved if wanted is None else wanted) if k in self._needs]
         while waiting:
             k = waiting.pop()
             self._needs[k] += 1
             if self._needs[k] == 1:
-                i = self._born[k]
+                i = choices.births[k]
                 self._atoms[i] = self._atoms.get(i, 0) + 1
                 if self._atoms[i] == 1:
-                    waiting += [each for each in self._reads[i] if each in self._needs]
+                    waiting += [each for each in choices.reads[i] if each in self._needs]
 
-    def list_atoms(self, count: int) -> list[int]:
-        """Return the atoms that ran before all but the first `count` that stopped did."""
-        return sorted(self._atoms.keys() - self.stopped[:count])
+    @property
+    def num_stopped(self) -> int:
+        """How many atoms run no longer because of what was kept."""
+        return len(self._stopped)
+
+    def list_atoms(self, num_stopped: int = 0) -> list[int]:
+        """Return the atoms that ran when so many had stopped."""
+        return sorted(self._atoms.keys() - self._stopped[:num_stopped])
 
     def keep(self, k: int) -> int:
-        """Keep a storage; return the work of what does not run any more."""
-        return self._release(k)[0] if self._needs.pop(k) else 0  # nobody may need it any more
+        """Keep a storage; return the work of what runs no longer."""
+        if self._needs.pop(k):  # for what reads it or saves it
+            stopped, _ = self._release(k)
+            self._stopped += stopped
+            return sum(self._choices.work[i] for i in stopped)
+        return 0
 
     def count_gain(self, k: int) -> int:
-        """Return what keeping a storage would save."""
-        needs = self._needs.pop(k)  # at least one, as it is saved
-        work, released = self._release(k)
+        """Return what keeping a saved storage would save."""
+        needs = self._needs.pop(k)
+        stopped, released = self._release(k)
         for each in released:
-            if not self._needs[each]:
-                self._atoms[self._born[each]] += 1
+            self._atoms[self._choices.births[each]] += not self._needs[each]
             self._needs[each] += 1
-        self._atoms[self._born[k]] += 1
+        self._atoms[self._choices.births[k]] += 1
         self._needs[k] = needs
-        self.stopped.clear()
-        return work
+        return sum(self._choices.work[i] for i in stopped)
 
-    def _release(self, k: int) -> tuple[int, list[int]]:
-        """Stop making a storage; return the work that this saves, and what is needed once less for it."""
-        work, released, waiting = 0, list[int](), [k]
+    def _release(self, k: int) -> tuple[list[int], list[int]]:
+        """Stop making a storage; return the atoms that need not run for it, and what each of them has read."""
+        births, reads, needs, atoms = self._choices.births, self._choices.reads, self._needs, self._atoms
+        stopped, released, waiting = list[int](), list[int](), [k]
         while waiting:
-            i = self._born[waiting.pop()]
-            self._atoms[i] -= 1
-            if not self._atoms[i]:
-                work += self._work[i]
-                self.stopped.append(i)
-                for each in self._reads[i]:
-                    if each in self._needs:
+            i = births[waiting.pop()]
+            atoms[i] -= 1
+            if not atoms[i]:
+                stopped.append(i)
+                for each in reads[i]:
+                    if each in needs:
                         released.append(each)
-                        self._needs[each] -= 1
-                        if not self._needs[each]:
+                        needs[each] -= 1
+                        if not needs[each]:
                             waiting.append(each)
-        return work, released
+        return stopped, released

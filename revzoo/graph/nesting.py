@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from revzoo.graph.equal_spans import Reruns
 from revzoo.graph.pareto import find_best, thin
 from revzoo.graph.progress import Report, keep_silent, walk
 from revzoo.graph.span_choices import Choices, Span, SpanOption
@@ -132,17 +133,17 @@ class _InnerSpans:
 
 def _measure(choices: Choices, span: Span, handing: Sequence[tuple[frozenset[int], frozenset[int]]]) -> list[_Inner]:
     """Return a span with each choice of what the nest keeps of it and what is handed to it."""
-    plans = [(stays | handed, *span.measure(stays | handed)[1:]) for stays, handed in handing]
-    peaks = span.list_backward_peaks([(kept, again) for kept, _, _, again in plans])
+    keeps = [stays | handed for stays, handed in handing]
+    plans = [(kept, Reruns(choices, span, kept).list_atoms()) for kept in keeps]
     measured = []
-    for (stays, handed), (kept, flops, made, _), peak in zip(handing, plans, peaks, strict=True):
-        size = span.count_bytes(kept)
-        option = SpanOption(span.start, span.end, tuple(sorted(kept)), size, peak, flops, made)
-        work, more_flops, more_made, again = span.measure(stays, handed)
-        last = choices.price(flops, made)
-        first = size, last + work, flops + more_flops, made + more_made
+    for (stays, handed), (kept, again), peak in zip(handing, plans, span.list_backward_peaks(plans), strict=True):
+        size, own = span.count_bytes(kept), choices.count(again)
+        option = SpanOption(span.start, span.end, tuple(sorted(kept)), size, peak, *own[1:])
+        again = Reruns(choices, span, stays, handed).list_atoms()
+        work, flops, made = choices.count(again)
         run = span.peak_of_recovery(stays, again, handed)
-        measured.append(_Inner(option, run, span.find_gradients(stays), first, (0, last, flops, made)))
+        first = size, own[0] + work, own[1] + flops, own[2] + made
+        measured.append(_Inner(option, run, span.find_gradients(stays), first, (0, *own)))
     return measured
 
 

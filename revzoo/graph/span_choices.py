@@ -10,7 +10,7 @@ tensors; the rest is recovered when backward first asks for some of it, by runni
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -98,6 +98,7 @@ class Choices:
         of_node = {node: k for k, storage in enumerate(record.storages) for node in storage.nodes}
         self.sizes = [s.bytes for s in record.storages]
         self.array = np.array(self.sizes, np.int64)
+        self.births = [s.born for s in record.storages]
         self.born: list[list[int]] = [[] for _ in range(count)]
         self.dead: list[list[int]] = [[] for _ in range(count)]
         for k, storage in enumerate(record.storages):
@@ -120,7 +121,6 @@ class Choices:
         self.first = [0, *accumulate(map(len, self.born))]  # by atom: the place of its first storage in this order
         self.place = {k: at for at, k in enumerate(self.order)}
         self.times = np.array([(s.unpacked, s.released) for s in record.storages], np.int64).reshape(-1, 2)
-        self.highest = list(_tabulate_maxima(self.gradient))
         self._roots = sorted(record.storages[k].born for k in remade.roots)
         self._remaking = [0, *accumulate(self._list_remaking())]
         self.options: list[list[SpanOption]] = [[] for _ in self.borders[1:]]
@@ -145,12 +145,6 @@ class Choices:
                 marks[i] = 1
         return marks
 
-    def find_highest(self, start: int, end: int) -> int:
-        """Return the most bytes of gradients between two positions in the log of backward."""
-        level = (end - start).bit_length() - 1
-        row = self.highest[level]
-        return max(row[start], row[end - (1 << level)])
-
     def is_alike(self, first: int, last: int) -> bool:
         """Return whether nothing that is made again starts between the borders of two leaves, so that nests there are alike."""
         start, end = self.leaves[max(0, first)], self.leaves[last]
@@ -159,6 +153,11 @@ class Choices:
     def price(self, flops: int, made: int) -> int:
         """Return the work of FLOPs and moved bytes together [FLOPs], or the nanoseconds."""
         return self._prices[0] * flops + self._prices[1] * made
+
+    def count(self, atoms: Collection[int]) -> tuple[int, int, int]:
+        """Return work, FLOPs and bytes made (or time) of some atoms."""
+        flops, made = sum(self.record.flops[i] for i in atoms), sum(self.made[i] for i in atoms)
+        return self.price(flops, made), flops, made
 
 
 class Span:
@@ -185,37 +184,6 @@ class Span:
         self._column = {k: i for i, k in enumerate(self._names)}
         self.passing = [k for k in self.recipes if storages[k].born < start <= storages[k].last_use]
 
-    def measure(self, kept: frozenset[int], wanted: Collection[int] | None = None) -> tuple[int, int, int, list[int]]:
-        """Return work, FLOPs and bytes of what runs again, and which atoms.
-
-        Args:
-            kept: storages.
-            wanted: those to be made; None for all that is saved and not kept.
-        """
-        choices, start = self._choices, self.start
-        storages, reads, recipes = choices.record.storages, choices.reads, self.recipes
-        need = bytearray(self.end - start)
-        before = set[int]()
-        for k in self.saved if wanted is None else wanted:
-            if k not in kept:
-                if storages[k].born >= start:
-                    need[storages[k].born - start] = 1
-                else:
-                    before.update(recipes[k])
-        again = []
-        for i in range(self.end - 1, start - 1, -1):
-            if need[i - start]:
-                again.append(i)
-                for k in reads[i]:
-                    if k not in kept:
-                        if storages[k].born >= start:
-                            need[storages[k].born - start] = 1
-                        elif k in recipes:
-                            before.update(recipes[k])
-        again = [*sorted(before), *reversed(again)]
-        flops, made = (sum(of_atom[i] for i in again) for of_atom in (choices.record.flops, choices.made))
-        return choices.price(flops, made), flops, made, again
-
     def count_bytes(self, storages: Collection[int]) -> int:
         """Return the size of some storages."""
         return sum(self._choices.sizes[k] for k in storages)
@@ -236,7 +204,7 @@ class Span:
 
     def list_forward_peaks(self, keeps: Sequence[Collection[int]]) -> list[int]:
         """Return the peak of forward for each choice of what is kept."""
-        choices, start, length = self._choices, self.start, self.end - self.start
+        choices, start = self._choices, self.start
         storages, size = choices.record.storages, choices.sizes
         total = sum(size[k] for k in self.passing)
         before = [total]  # what is alive before an atom if nothing is kept but what later atoms read
@@ -250,7 +218,7 @@ class Span:
         # What is kept takes memory beyond its last use, too.
         uses = [storages[k].born if storages[k].maker is None else storages[k].last_use for k in self.own]
         since = np.minimum(np.array(uses, np.int64) + 1, self.end + 1) - start
-        more = _accumulate(since, self._mark(keeps)[:, : len(self.own)] * choices.array[self.own], length + 2)[:, :-1]
+        more = _accumulate(since, self._mark(keeps)[:, : len(self.own)] * choices.array[self.own], len(before) + 1)[:, :-1]
         peaks: list[int] = (more + np.add(inner, before)).max(axis=1).tolist()
         return peaks
 
@@ -282,9 +250,9 @@ class Span:
         leaves = np.maximum(places.searchsorted(ends + 1), appears)
         weights = np.where(lives, size, 0)
         alive = (_accumulate(appears, weights, places.size) - _accumulate(leaves, weights, places.size))[:, :-1]
-        gradients = [choices.find_highest(a, b) for a, b in pairwise(places.tolist())]
+        gradients = np.maximum.reduceat(choices.gradient[: places[-1]], places[:-1])
         peaks: list[int] = np.where(places[:-1] <= end[:, None], alive + gradients, 0).max(axis=1).tolist()
-        before = (np.where(is_kept & (ends >= at), size, 0)).sum(axis=1).tolist()  # the recovery
+        before = np.where(is_kept & (ends >= at), size, 0).sum(axis=1).tolist()  # the recovery
         for i, (kept, again) in enumerate(plans):
             if (first := int(at[i, 0])) < never:
                 passing = {k for k in starts[i] if 0 <= record.storages[k].released < first}
@@ -344,13 +312,3 @@ def _accumulate(places: NDArray[np.int64], sizes: NDArray[np.int64], length: int
     rows = length * np.arange(len(sizes))[:, None]
     added = np.bincount((rows + places).ravel(), sizes.ravel(), len(sizes) * length)  # exact up to 8 PiB
     return added[: len(sizes) * length].reshape(-1, length).cumsum(axis=1).astype(np.int64)
-
-
-def _tabulate_maxima(values: NDArray[np.int64]) -> Iterator[list[int]]:
-    """Yield rows of the maxima of 1, 2, 4, 8 ... consecutive values."""
-    length = 1
-    while True:
-        yield values.tolist()
-        if values.size <= length:
-            return
-        values, length = np.maximum(values[:-length], values[length:]), 2 * length
