@@ -118,7 +118,7 @@ def _list_shapes(choices: Choices, span: Span, offset: int) -> list[Shape]:
     for _, k in gains:
         kept |= {k}
         if runs.keep(k):
-            points.append((kept, runs.num_stopped))
+            points.append((kept, len(runs.stopped)))
     if len(points) > _SUBSETS:
         points = [points[round(i * (len(points) - 1) / (_SUBSETS - 1))] for i in range(_SUBSETS)]
     path = [(kept, runs.list_atoms(count)) for kept, count in points]
@@ -147,7 +147,7 @@ class Reruns:
         self._choices = choices
         self._needs = dict.fromkeys([*(k for k in span.own if k not in kept), *span.recipes], 0)  # of what is not kept
         self._atoms: dict[int, int] = {}  # that run at first, with how many of their storages are needed now
-        self._stopped: list[int] = []  # those that do not run any more
+        self.stopped: list[int] = []  # those that run no longer because of what was kept
         waiting = [k for k in (span.saved if wanted is None else wanted) if k in self._needs]
         while waiting:
             k = waiting.pop()
@@ -158,20 +158,15 @@ class Reruns:
                 if self._atoms[i] == 1:
                     waiting += [each for each in choices.reads[i] if each in self._needs]
 
-    @property
-    def num_stopped(self) -> int:
-        """How many atoms run no longer because of what was kept."""
-        return len(self._stopped)
-
     def list_atoms(self, num_stopped: int = 0) -> list[int]:
         """Return the atoms that ran when so many had stopped."""
-        return sorted(self._atoms.keys() - self._stopped[:num_stopped])
+        return sorted(self._atoms.keys() - self.stopped[:num_stopped])
 
     def keep(self, k: int) -> int:
         """Keep a storage; return the work of what runs no longer."""
         if self._needs.pop(k):  # for what reads it or saves it
             stopped, _ = self._release(k)
-            self._stopped += stopped
+            self.stopped += stopped
             return sum(self._choices.work[i] for i in stopped)
         return 0
 

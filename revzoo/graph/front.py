@@ -128,7 +128,7 @@ class _Sequences:
         fronts: list[NDArray[np.int64]] = [end]
         self.lost_work = 0
         for options in reversed(choices.options):
-            options[:] = _list_undominated(choices, options)
+            options.sort(key=lambda option: option.end)
             groups = []
             for end, group in groupby(options, lambda option: option.end):
                 rows = [(o.kept_bytes, o.need_bytes, choices.price(o.flops, o.made)) for o in group]
@@ -147,23 +147,6 @@ class _Sequences:
             chosen.append(option)
             border, column = self._choices.places[option.end], int(following)
         return chosen
-
-
-def _list_undominated(choices: Choices, options: Sequence[SpanOption]) -> list[SpanOption]:
-    """Return the options that no other with the same end beats, by their ends: few are left of those of nests."""
-    by_end: dict[int, list[tuple[int, int, int, int]]] = {}
-    for i, option in enumerate(options):
-        row = option.kept_bytes, option.need_bytes, choices.price(option.flops, option.made), i
-        by_end.setdefault(option.end, []).append(row)
-    left: list[int] = []
-    for rows in by_end.values():
-        best: list[tuple[int, int, int, int]] = []
-        for row in sorted(rows):
-            _, need, work, _ = row
-            if not any(other[1] <= need and other[2] <= work for other in best):
-                best.append(row)
-        left += [row[-1] for row in best]
-    return [options[i] for i in left]
 
 
 def _extend(groups: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> NDArray[np.int64]:

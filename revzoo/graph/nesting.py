@@ -100,7 +100,7 @@ class _InnerSpans:
     Args:
         choices: of the graph.
         rules: what nests keep of the products.
-        measured: those that were measured, by borders, what stays and what is handed. Most are the same for several rules.
+        measured: those that were measured, by borders, what stays and what they must keep.
     """
 
     def __init__(self, choices: Choices, rules: Sequence[frozenset[int]], measured: dict[_Key, _Inner]):
@@ -120,30 +120,29 @@ class _InnerSpans:
         return spans[: following - border]
 
     def _measure(self, border: int, following: int) -> list[_Inner]:
-        choices, measured = self.choices, self._measured
+        choices = self.choices
         span = Span(choices, choices.leaves[border], choices.leaves[following], is_nested=True)
         always = span.forced & choices.always
         stays = [products.intersection(span.own) | always for products in self.rules]
-        keys = [(border, following, each, span.forced - each) for each in stays]
-        missing = [key for key in dict.fromkeys(keys) if key not in measured]
-        if missing:
-            measured.update(zip(missing, _measure(choices, span, [key[2:] for key in missing]), strict=True))
-        return [measured[key] for key in keys]
+        keys = {each: (border, following, each, span.forced) for each in stays}
+        if missing := [each for each, key in keys.items() if key not in self._measured]:
+            for each, inner in zip(missing, _measure(choices, span, missing), strict=True):
+                self._measured[keys[each]] = inner
+        return [self._measured[keys[each]] for each in stays]
 
 
-def _measure(choices: Choices, span: Span, handing: Sequence[tuple[frozenset[int], frozenset[int]]]) -> list[_Inner]:
-    """Return a span with each choice of what the nest keeps of it and what is handed to it."""
-    keeps = [stays | handed for stays, handed in handing]
-    plans = [(kept, Reruns(choices, span, kept).list_atoms()) for kept in keeps]
+def _measure(choices: Choices, span: Span, stays: Sequence[frozenset[int]]) -> list[_Inner]:
+    """Return a span with each choice of what the nest keeps of it. The rest of what the span must keep is handed to it."""
+    plans = [(each | span.forced, Reruns(choices, span, each | span.forced).list_atoms()) for each in stays]
     measured = []
-    for (stays, handed), (kept, again), peak in zip(handing, plans, span.list_backward_peaks(plans), strict=True):
+    for each, (kept, again), peak in zip(stays, plans, span.list_backward_peaks(plans), strict=True):
         size, own = span.count_bytes(kept), choices.count(again)
         option = SpanOption(span.start, span.end, tuple(sorted(kept)), size, peak, *own[1:])
-        again = Reruns(choices, span, stays, handed).list_atoms()
+        again = Reruns(choices, span, each, kept - each).list_atoms()
         work, flops, made = choices.count(again)
-        run = span.peak_of_recovery(stays, again, handed)
+        run = span.peak_of_recovery(each, again, kept - each)
         first = size, own[0] + work, own[1] + flops, own[2] + made
-        measured.append(_Inner(option, run, span.find_gradients(stays), first, (0, *own)))
+        measured.append(_Inner(option, run, span.find_gradients(each), first, (0, *own)))
     return measured
 
 

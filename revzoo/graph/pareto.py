@@ -3,8 +3,6 @@
 import numpy as np
 from numpy.typing import NDArray
 
-_MANY = 2000  # points: enough to look for those that one of a few beats
-_STEP = 16  # one of so many is among the few
 _BINS = 12  # bits: by bytes, in which the least work of the few is looked up
 
 
@@ -15,12 +13,17 @@ def list_best(columns: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def find_best(size: NDArray[np.int64], work: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the places of the points that no other beats in bytes and work, by rising bytes."""
-    if size.size > _MANY:  # most of them are beaten by one of a few, and need not be sorted
-        few = _STEP * find_best(size[::_STEP], work[::_STEP])
-        left = find_unbeaten(size, work, size[few], work[few])
-        best: NDArray[np.int64] = left[_sort_best(size[left], work[left])]
-        return best
-    return _sort_best(size, work)
+    order = size.argsort(kind="stable")
+    least = np.minimum.accumulate(work[order])
+    differs = np.ones(size.size, np.bool_)
+    np.less(least[1:], least[:-1], out=differs[1:])
+    order = order[differs]
+    sizes = size[order]
+    differs = differs[: order.size]
+    np.not_equal(sizes[1:], sizes[:-1], out=differs[:-1])  # of as many bytes, the last takes the least work
+    differs[-1:] = True
+    best: NDArray[np.int64] = order[differs]
+    return best
 
 
 def find_unbeaten(
@@ -33,20 +36,6 @@ def find_unbeaten(
     least = front_work[front_size.searchsorted(begins, "right") - 1]  # with no more bytes than any point in the bin
     bins = np.minimum((size - first) >> shift, least.size - 1)
     return np.flatnonzero((bins < 0) | (work <= least[bins]))
-
-
-def _sort_best(size: NDArray[np.int64], work: NDArray[np.int64]) -> NDArray[np.int64]:
-    order = size.argsort(kind="stable")
-    least = np.minimum.accumulate(work[order])
-    differs = np.ones(size.size, np.bool_)
-    np.less(least[1:], least[:-1], out=differs[1:])
-    order = order[differs]
-    sizes = size[order]
-    differs = differs[: order.size]
-    np.not_equal(sizes[1:], sizes[:-1], out=differs[:-1])  # of as many bytes, the last takes the least work
-    differs[-1:] = True
-    best: NDArray[np.int64] = order[differs]
-    return best
 
 
 def thin(columns: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], int]:

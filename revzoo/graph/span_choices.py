@@ -7,8 +7,7 @@ tensors; the rest is recovered when backward first asks for some of it, by runni
 `equal_spans.py` goes through all spans, and `front.py` finds the cheapest sequence of them.
 """
 
-from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -121,7 +120,6 @@ class Choices:
         self.first = [0, *accumulate(map(len, self.born))]  # by atom: the place of its first storage in this order
         self.place = {k: at for at, k in enumerate(self.order)}
         self.times = np.array([(s.unpacked, s.released) for s in record.storages], np.int64).reshape(-1, 2)
-        self._roots = sorted(record.storages[k].born for k in remade.roots)
         self._remaking = [0, *accumulate(self._list_remaking())]
         self.options: list[list[SpanOption]] = [[] for _ in self.borders[1:]]
 
@@ -148,7 +146,7 @@ class Choices:
     def is_alike(self, first: int, last: int) -> bool:
         """Return whether nothing that is made again starts between the borders of two leaves, so that nests there are alike."""
         start, end = self.leaves[max(0, first)], self.leaves[last]
-        return bisect_left(self._roots, start) == bisect_left(self._roots, end)
+        return not any(start <= self.births[k] < end for k in self.remade.roots)
 
     def price(self, flops: int, made: int) -> int:
         """Return the work of FLOPs and moved bytes together [FLOPs], or the nanoseconds."""
