@@ -5,13 +5,14 @@ seen from the atom. Only the gradients before its backward differ between equal 
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from revzoo.graph.progress import Report, keep_silent, walk
 from revzoo.graph.span_choices import Choices, Shape, Span, SpanOption
 
 _LONGEST = 24  # leaves in a span
 _LONGEST_INSIDE = 6  # leaves that a span overlaps, where it begins or ends inside one
+_SUBSETS = 8  # of what a span may keep
 _Key = tuple[tuple[int, ...], bytes, int, int]
 
 
@@ -28,7 +29,7 @@ def _classify(choices: Choices, numbers: dict[object, int]) -> list[int]:
     """Return a number for every atom; spans of atoms with the same numbers are equal but for the gradients around them."""
     record, leaves, first = choices.record, choices.leaves, choices.first
     far = max(end - start for start, end in zip(leaves, [*leaves[_LONGEST + 1 :], leaves[-1]], strict=False))
-    place = {k: at for at, k in enumerate(choices.order)}
+    place = choices.place
     classes, last_asked = [], 0
     for i, asked in enumerate(record.first_unpack):
         since = asked - last_asked if asked >= 0 else None
@@ -84,7 +85,7 @@ class _Spans:
             key = tuple(self._classes[start:end]), gradient.tobytes(), following, min(begin, 1)
             shapes = self._known.get(key)
         if shapes is None:
-            shapes = list(Span(choices, start, end).list_shapes(offset))
+            shapes = _list_shapes(choices, Span(choices, start, end), offset)
             if key is not None:
                 self._known[key] = shapes
         first, order = choices.first[start], choices.order
@@ -100,3 +101,99 @@ class _Spans:
         begin = min(asked, default=0)
         released = (storages[k].released for k in choices.order[choices.first[start] : choices.first[end]])
         return begin, max(begin, choices.following[start] - 1, max(released, default=-1))
+
+
+def _list_shapes(choices: Choices, span: Span, offset: int) -> list[Shape]:
+    """Return what a span may keep, from what it must to all that is saved, and what that needs.
+
+    Args:
+        choices: of the graph.
+        span: one of its spans.
+        offset: gradients before its backward [bytes].
+    """
+    runs, kept = Reruns(choices, span, span.forced), span.forced
+    candidates = [k for k in span.saved if k not in kept and k not in span.recipes]
+    gains = sorted(((runs.count_gain(k) / max(1, choices.sizes[k]), k) for k in candidates), reverse=True)
+    points = [(kept, 0)]
+    for _, k in gains:
+        kept |= {k}
+        if runs.keep(k):
+            points.append((kept, len(runs.stopped)))
+    if len(points) > _SUBSETS:
+        points = [points[round(i * (len(points) - 1) / (_SUBSETS - 1))] for i in range(_SUBSETS)]
+    path = [(kept, runs.list_atoms(count)) for kept, count in points]
+    forward = span.list_forward_peaks([kept for kept, _ in path])
+    path = [(kept - span.find_small(kept, again), again) for kept, again in path]
+    is_asked = any(at >= 0 for at in choices.record.first_unpack[span.start : span.end])
+    backward = [peak - offset if is_asked else None for peak in span.list_backward_peaks(path)]
+    shapes = list[Shape]()
+    for (kept, again), ahead, back in zip(path, forward, backward, strict=True):
+        places = tuple(choices.place[k] - choices.first[span.start] for k in kept)
+        shapes.append((places, span.count_bytes(kept), ahead, back, *choices.count(again)[1:]))
+    return shapes
+
+
+class Reruns:
+    """The atoms that run again for a span, while one more storage after the other is kept.
+
+    Args:
+        choices: of the graph.
+        span: in it.
+        kept: storages that are not made.
+        wanted: those to be made; None for all that is saved and not kept.
+    """
+
+    def __init__(self, choices: Choices, span: Span, kept: frozenset[int], wanted: Collection[int] | None = None):
+        self._choices = choices
+        self._needs = dict.fromkeys([*(k for k in span.own if k not in kept), *span.recipes], 0)  # of what is not kept
+        self._atoms: dict[int, int] = {}  # that run at first, with how many of their storages are needed now
+        self.stopped: list[int] = []  # those that run no longer because of what was kept
+        waiting = [k for k in (span.saved if wanted is None else wanted) if k in self._needs]
+        while waiting:
+            k = waiting.pop()
+            self._needs[k] += 1
+            if self._needs[k] == 1:
+                i = choices.births[k]
+                self._atoms[i] = self._atoms.get(i, 0) + 1
+                if self._atoms[i] == 1:
+                    waiting += [each for each in choices.reads[i] if each in self._needs]
+
+    def list_atoms(self, num_stopped: int = 0) -> list[int]:
+        """Return the atoms that ran when so many had stopped."""
+        return sorted(self._atoms.keys() - self.stopped[:num_stopped])
+
+    def keep(self, k: int) -> int:
+        """Keep a storage; return the work of what runs no longer."""
+        if self._needs.pop(k):  # for what reads it or saves it
+            stopped, _ = self._release(k)
+            self.stopped += stopped
+            return sum(self._choices.work[i] for i in stopped)
+        return 0
+
+    def count_gain(self, k: int) -> int:
+        """Return what keeping a saved storage would save."""
+        needs = self._needs.pop(k)
+        stopped, released = self._release(k)
+        for each in released:
+            self._atoms[self._choices.births[each]] += not self._needs[each]
+            self._needs[each] += 1
+        self._atoms[self._choices.births[k]] += 1
+        self._needs[k] = needs
+        return sum(self._choices.work[i] for i in stopped)
+
+    def _release(self, k: int) -> tuple[list[int], list[int]]:
+        """Stop making a storage; return the atoms that need not run for it, and what each of them has read."""
+        births, reads, needs, atoms = self._choices.births, self._choices.reads, self._needs, self._atoms
+        stopped, released, waiting = list[int](), list[int](), [k]
+        while waiting:
+            i = births[waiting.pop()]
+            atoms[i] -= 1
+            if not atoms[i]:
+                stopped.append(i)
+                for each in reads[i]:
+                    if each in needs:
+                        released.append(each)
+                        needs[each] -= 1
+                        if not needs[each]:
+                            waiting.append(each)
+        return stopped, released

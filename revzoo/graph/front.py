@@ -5,7 +5,7 @@ programming from the last border to the first (`timeline.py` tells how), once fo
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import cast
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from revzoo.graph.equal_spans import add_spans
 from revzoo.graph.nesting import add_nests
-from revzoo.graph.pareto import find_best, list_best, thin
+from revzoo.graph.pareto import find_best, find_unbeaten, list_best, thin
 from revzoo.graph.progress import Report, keep_silent
 from revzoo.graph.remaking import list_remade
 from revzoo.graph.span_choices import Choices, SpanOption
@@ -22,6 +22,7 @@ from revzoo.graph.spans import Nest, Spans
 from revzoo.graph.step_record import Record
 
 _POINTS = 2000  # of a front
+_BLOCK = 16  # points that are compared at once
 
 
 def find_front(
@@ -127,9 +128,12 @@ class _Sequences:
         fronts: list[NDArray[np.int64]] = [end]
         self.lost_work = 0
         for options in reversed(choices.options):
-            options[:] = _list_undominated(choices, options)
-            rests = [fronts[len(borders) - 1 - choices.places[option.end]] for option in options]
-            front, lost = thin(_extend(options, rests, [choices.price(o.flops, o.made) for o in options]), _POINTS)
+            options.sort(key=lambda option: option.end)
+            groups = []
+            for end, group in groupby(options, lambda option: option.end):
+                rows = [(o.kept_bytes, o.need_bytes, choices.price(o.flops, o.made)) for o in group]
+                groups.append((np.array(rows, np.int64).T, fronts[len(borders) - 1 - choices.places[end]]))
+            front, lost = thin(_extend(groups), _POINTS)
             fronts.append(front)
             self.lost_work += lost
         self.fronts = fronts[::-1]
@@ -145,43 +149,36 @@ class _Sequences:
         return chosen
 
 
-def _list_undominated(choices: Choices, options: Sequence[SpanOption]) -> list[SpanOption]:
-    """Return the options that no other with the same end beats, whatever follows: few are left of those of nests."""
-    by_end: dict[int, list[tuple[int, int, int, int]]] = {}
-    for i, option in enumerate(options):
-        row = option.kept_bytes, option.need_bytes, choices.price(option.flops, option.made), i
-        by_end.setdefault(option.end, []).append(row)
-    left: list[int] = []
-    for rows in by_end.values():
-        best: list[tuple[int, int, int, int]] = []
-        for row in sorted(rows):
-            _, need, work, _ = row
-            if not any(other[1] <= need and other[2] <= work for other in best):
-                best.append(row)
-        left += [row[-1] for row in best]
-    return [options[i] for i in sorted(left)]
+def _extend(groups: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> NDArray[np.int64]:
+    """Return the front of sequences that begin with one of some options, with numbers of options and columns.
 
-
-def _extend(options: Sequence[SpanOption], rests: Sequence[NDArray[np.int64]], prices: Sequence[int]) -> NDArray[np.int64]:
-    """Return the front of sequences that begin with one of the options.
+    Few options have a part in it. So blocks of points are compared first: no point of a block takes less than the bytes of its
+    first and the work of its last.
 
     Args:
-        options: the spans.
-        rests: for each option the front from its end on.
-        prices: of the options.
+        groups: bytes kept, bytes needed and price of options with the same end, and the front from there on.
     """
-    needs, works, firsts = [], [], []
-    for option, rest, price in zip(options, rests, prices, strict=True):
-        # Of those that need less than the option itself, the last takes the least work.
-        first = max(0, int(rest[0].searchsorted(option.need_bytes - option.kept_bytes, "right")) - 1)
-        need = rest[0, first:] + option.kept_bytes
-        need[0] = max(need[0], option.need_bytes)
-        needs.append(need)
-        works.append(rest[1, first:] + price)
-        firsts.append(first)
-    need, work = np.concatenate(needs), np.concatenate(works)
-    order = find_best(need, work)
-    ends = np.cumsum([each.size for each in needs])
-    number = ends.searchsorted(order, "right")
-    begins = ends - [each.size for each in needs] - firsts
-    return np.stack([need[order], work[order], number, order - begins[number]])
+    counts = [options.shape[1] for options, _ in groups]
+    lengths = [rest.shape[1] for _, rest in groups]
+    kept, need, price = np.concatenate([options for options, _ in groups], axis=1)
+    begin = np.repeat(np.cumsum(lengths) - lengths, counts)  # by option: of its front among all points
+    points, length = np.concatenate([rest[:2] for _, rest in groups], axis=1), np.repeat(lengths, counts)
+    number = np.repeat(np.arange(kept.size), -(-length // _BLOCK))
+    block = _BLOCK * np.concatenate(
+        [np.tile(np.arange(-(-size // _BLOCK)), count) for size, count in zip(lengths, counts, strict=True)]
+    )
+
+    def add(number: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return bytes and work of options, each with a point of its front."""
+        size, work = points[:, begin[number] + column]
+        return np.stack([np.maximum(size + kept[number], need[number]), work + price[number]])
+
+    size, most = add(number, block)
+    least = add(number, np.minimum(block + _BLOCK, length[number]) - 1)[1]
+    few = find_best(size, most)
+    left = find_unbeaten(size, least, size[few], most[few])
+    number = np.repeat(number[left], _BLOCK)
+    column = np.minimum((block[left, None] + np.arange(_BLOCK)).ravel(), length[number] - 1)
+    size, work = add(number, column)
+    best = find_best(size, work)
+    return np.stack([size[best], work[best], number[best], column[best]])

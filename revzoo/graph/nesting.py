@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from revzoo.graph.equal_spans import Reruns
 from revzoo.graph.pareto import find_best, thin
 from revzoo.graph.progress import Report, keep_silent, walk
 from revzoo.graph.span_choices import Choices, Span, SpanOption
@@ -33,16 +34,15 @@ class _Inner:
     Args:
         option: the span, and what it keeps or is handed.
         run_bytes: the peak of the nest's recovery in it.
-        flops: what that runs again.
-        made: what that allocates.
         gradient_bytes: when backward first asks for what the nest does not keep of it; -1 if it keeps all.
+        first, last: what it adds where others of the nest follow, and at the nest's end: bytes, work, FLOPs and bytes made.
     """
 
     option: SpanOption
     run_bytes: int
-    flops: int
-    made: int
     gradient_bytes: int
+    first: tuple[int, int, int, int]
+    last: tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,16 @@ class _Place:
 
 def add_nests(sets: Sequence[Choices], report: Report = keep_silent) -> None:
     """Add nests to the options of a graph, for one or more sets of what is made again across spans."""
-    first, measured = sets[0], dict[_Key, _Inner]()
-    spans = [[_InnerSpans(choices, products, measured) for choices in sets] for products in _list_rules(first)]
-    for end in walk(range(2, len(first.leaves)), "planning: nests of spans", report):
+    rules, measured = [*_list_rules(sets[0])], dict[_Key, _Inner]()
+    spans = [_InnerSpans(choices, rules, measured) for choices in sets]
+    for end in walk(range(2, len(sets[0].leaves)), "planning: nests of spans", report):
         before: list[_Nests] = []
-        for inner in (each for of_rule in spans for each in of_rule):
-            nests = _Nests(inner, end, before)
-            for border, option in nests.list_options():
-                inner.choices.options[inner.choices.places[inner.choices.leaves[border]]].append(option)
-            before.append(nests)
+        for rule in range(len(rules)):
+            for inner in spans:
+                nests = _Nests(inner, rule, end, before)
+                for border, option in nests.list_options():
+                    inner.choices.options[inner.choices.places[inner.choices.leaves[border]]].append(option)
+                before.append(nests)
 
 
 def _list_rules(choices: Choices) -> Iterator[frozenset[int]]:
@@ -94,42 +95,55 @@ _Key = tuple[int, int, frozenset[int], frozenset[int]]
 
 
 class _InnerSpans:
-    """The spans in nests of one rule.
+    """The spans in nests.
 
     Args:
         choices: of the graph.
-        products: the rule: what nests keep.
-        measured: those that were measured, by borders, what stays and what is handed. Most are the same for several rules.
+        rules: what nests keep of the products.
+        measured: those that were measured, by borders, what stays and what they must keep.
     """
 
-    def __init__(self, choices: Choices, products: frozenset[int], measured: dict[_Key, _Inner]):
-        self.choices, self.products, self._measured = choices, products, measured
-        self.product_bits = sum(choices.bit[k] for k in products)
-        self._known: dict[tuple[int, int], _Inner] = {}
+    def __init__(self, choices: Choices, rules: Sequence[frozenset[int]], measured: dict[_Key, _Inner]):
+        self.choices, self.rules, self._measured = choices, rules, measured
+        self.product_bits = [sum(1 << choices.place[k] for k in products) for products in rules]
+        self._known: list[list[list[_Inner]]] = [[] for _ in choices.leaves]  # by first border, length and rule
 
-    def find(self, border: int, following: int) -> _Inner:
+    def find(self, rule: int, border: int, following: int) -> _Inner:
         """Return the span between two leaves' borders."""
-        inner = self._known.get((border, following))
-        if inner is None:
-            choices = self.choices
-            span = choices.find_inner(choices.leaves[border], choices.leaves[following])
-            stays = self.products.intersection(span.own) | (span.forced & choices.always)
-            key = border, following, stays, span.forced - stays
-            inner = self._measured.get(key)
-            if inner is None:
-                inner = self._measured[key] = _measure(span, stays, span.forced - stays)
-            self._known[border, following] = inner
-        return inner
+        return self.list_from(border, following)[-1][rule]
+
+    def list_from(self, border: int, following: int) -> list[list[_Inner]]:
+        """Return the spans from a border on up to another, by length and rule."""
+        spans = self._known[border]
+        while len(spans) < following - border:
+            spans.append(self._measure(border, border + 1 + len(spans)))
+        return spans[: following - border]
+
+    def _measure(self, border: int, following: int) -> list[_Inner]:
+        choices = self.choices
+        span = Span(choices, choices.leaves[border], choices.leaves[following], is_nested=True)
+        always = span.forced & choices.always
+        stays = [products.intersection(span.own) | always for products in self.rules]
+        keys = {each: (border, following, each, span.forced) for each in stays}
+        if missing := [each for each, key in keys.items() if key not in self._measured]:
+            for each, inner in zip(missing, _measure(choices, span, missing), strict=True):
+                self._measured[keys[each]] = inner
+        return [self._measured[keys[each]] for each in stays]
 
 
-def _measure(span: Span, stays: frozenset[int], handed: frozenset[int]) -> _Inner:
-    kept = stays | handed
-    _, flops, made, again = span.measure(kept)
-    size = span.count_bytes(kept)
-    option = SpanOption(span.start, span.end, tuple(sorted(kept)), size, span.peak_of_backward(kept, again), flops, made)
-    _, flops, made, again = span.measure(stays, handed)
-    run = span.peak_of_recovery(stays, again, handed)
-    return _Inner(option, run, flops, made, span.find_gradients(stays))
+def _measure(choices: Choices, span: Span, stays: Sequence[frozenset[int]]) -> list[_Inner]:
+    """Return a span with each choice of what the nest keeps of it. The rest of what the span must keep is handed to it."""
+    plans = [(each | span.forced, Reruns(choices, span, each | span.forced).list_atoms()) for each in stays]
+    measured = []
+    for each, (kept, again), peak in zip(stays, plans, span.list_backward_peaks(plans), strict=True):
+        size, own = span.count_bytes(kept), choices.count(again)
+        option = SpanOption(span.start, span.end, tuple(sorted(kept)), size, peak, *own[1:])
+        again = Reruns(choices, span, each, kept - each).list_atoms()
+        work, flops, made = choices.count(again)
+        run = span.peak_of_recovery(each, again, kept - each)
+        first = size, own[0] + work, own[1] + flops, own[2] + made
+        measured.append(_Inner(option, run, span.find_gradients(each), first, (0, *own)))
+    return measured
 
 
 class _Nests:
@@ -137,23 +151,24 @@ class _Nests:
 
     Args:
         inner: their spans.
+        rule: its number.
         end: the border, as a number.
         before: nests of other rules or for other sets of what is made again. Where products and roots are the same, fronts are.
     """
 
-    def __init__(self, inner: _InnerSpans, end: int, before: Sequence["_Nests"]):
-        self._choices, self._inner, self._end = inner.choices, inner, end
+    def __init__(self, inner: _InnerSpans, rule: int, end: int, before: Sequence["_Nests"]):
+        self._choices, self._inner, self._rule, self._end = inner.choices, inner, rule, end
         self._before = list(before)
         self._fronts: dict[int, NDArray[np.int64]] = {end: np.zeros((6, 1), np.int64)}
 
     def list_options(self) -> Iterator[tuple[int, SpanOption]]:
         """Yield nests with the numbers of the borders where they begin."""
         choices, borders, end = self._choices, self._choices.leaves, self._end
-        storages, products = choices.record.storages, self._inner.products
+        storages, products = choices.record.storages, self._inner.rules[self._rule]
         wall = max((at for at in choices.record.walls if at < borders[end]), default=0)
         first = max(borders.index(wall), end - _LONGEST)
         nearest = range(max(first, end - _LONGEST_SPAN), end)
-        gradient = max((self._inner.find(i, end).gradient_bytes for i in nearest), default=0)
+        gradient = max((self._inner.find(self._rule, i, end).gradient_bytes for i in nearest), default=0)
         after = 0  # what the nest keeps of the spans from a border on
         forward = _Forward(choices, borders[first], borders[end])
         for border in range(end - 1, first - 1, -1):
@@ -171,38 +186,32 @@ class _Nests:
 
     def _find_front(self, border: int, base: int) -> NDArray[np.int64]:
         """Return rows of bytes, work, FLOPs, bytes made, next border and column there, for the spans from a border on."""
-        rows, fronts, before = [], [], 0
-        for following in range(border + 1, min(border + _LONGEST_SPAN, self._end) + 1):
-            inner, rest = self._inner.find(border, following), self._fronts[following]
-            option, size, kept = inner.option, rest.shape[1], inner.option.kept_bytes
-            need, flops, made = option.need_bytes, option.flops, option.made
-            if following < self._end:
-                need, flops, made = max(need, base + inner.run_bytes), flops + inner.flops, made + inner.made
-            elif inner.gradient_bytes < 0:
-                continue
-            else:
-                kept = 0
-            rows.append((need, kept, self._choices.price(flops, made), flops, made, following, before, size))
-            fronts.append(rest)
-            before += size
+        stop = min(border + _LONGEST_SPAN, self._end)
+        spans = [of_length[self._rule] for of_length in self._inner.list_from(border, stop)]
+        rows = [(max(each.option.need_bytes, base + each.run_bytes), *each.first) for each in spans]
+        if stop == self._end:
+            rows[-1:] = [(spans[-1].option.need_bytes, *spans[-1].last)] if spans[-1].gradient_bytes >= 0 else []
         if not rows:
             return np.zeros((6, 0), np.int64)
-        table = np.array(rows, np.int64)
-        number = np.repeat(np.arange(len(rows)), table[:, -1])
-        rest, of_option = np.concatenate(fronts, axis=1), table.T[:, number]
-        need, work = np.maximum(of_option[0], of_option[1] + rest[0]), rest[1] + of_option[2]
+        fronts = [self._fronts[border + 1 + i] for i in range(len(rows))]
+        counts = [front.shape[1] for front in fronts]
+        rest, number = np.concatenate(fronts, axis=1), np.repeat(np.arange(len(rows)), counts)
+        need, kept, price, flops, made = np.array(rows, np.int64).T
+        need, work = np.maximum(need[number], kept[number] + rest[0]), rest[1] + price[number]
         best = find_best(need, work)
-        points, _ = thin(np.stack([need[best], work[best], best]), _POINTS)
-        best = points[2]
-        _, _, _, flops, made, following, before, _ = of_option[:, best]
-        return np.stack([points[0], points[1], rest[2, best] + flops, rest[3, best] + made, following, best - before])
+        best = thin(np.array([need[best], work[best], best]), _POINTS)[0][2]
+        number = number[best]
+        column = best - (np.cumsum(counts) - counts)[number]
+        more = flops[number], made[number], border + 1 + number, column
+        return np.array([need[best], work[best], rest[2, best] + more[0], rest[3, best] + more[1], *more[2:]])
 
     def _is_like(self, other: "_Nests", border: int) -> bool:
         """Return whether nests from a border on consist of the same spans."""
         choices, leaves = self._choices, self._choices.leaves
         start, end = choices.first[leaves[border]], choices.first[leaves[self._end]]
         inside = (1 << end) - (1 << start)
-        differing = (self._inner.product_bits ^ other._inner.product_bits) & inside
+        bits = self._inner.product_bits
+        differing = (bits[self._rule] ^ bits[other._rule]) & inside
         return not differing and (other._choices is choices or choices.is_alike(border, self._end))
 
     def _list_nests(self, border: int, front: NDArray[np.int64], forward: "_Forward") -> Iterator[tuple[int, SpanOption]]:
@@ -223,7 +232,7 @@ class _Nests:
         spans = []
         while border < self._end:
             following, after = self._fronts[border][4:, column].tolist()
-            spans.append(self._inner.find(border, following).option)
+            spans.append(self._inner.find(self._rule, border, following).option)
             border, column = following, after
         return spans
 

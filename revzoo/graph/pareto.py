@@ -3,8 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-_MANY = 2000  # points: enough to look for those that one of a few beats
-_STEP = 16  # one of so many is among the few
+_BINS = 12  # bits: by bytes, in which the least work of the few is looked up
 
 
 def list_best(columns: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -14,16 +13,6 @@ def list_best(columns: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def find_best(size: NDArray[np.int64], work: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the places of the points that no other beats in bytes and work, by rising bytes."""
-    if size.size > _MANY:  # most of them are beaten by one of a few, and need not be sorted
-        few = _STEP * find_best(size[::_STEP], work[::_STEP])
-        before = size[few].searchsorted(size, "right") - 1
-        left = np.flatnonzero((before < 0) | (work <= work[few][before]))
-        best: NDArray[np.int64] = left[_sort_best(size[left], work[left])]
-        return best
-    return _sort_best(size, work)
-
-
-def _sort_best(size: NDArray[np.int64], work: NDArray[np.int64]) -> NDArray[np.int64]:
     order = size.argsort(kind="stable")
     least = np.minimum.accumulate(work[order])
     differs = np.ones(size.size, np.bool_)
@@ -35,6 +24,18 @@ def _sort_best(size: NDArray[np.int64], work: NDArray[np.int64]) -> NDArray[np.i
     differs[-1:] = True
     best: NDArray[np.int64] = order[differs]
     return best
+
+
+def find_unbeaten(
+    size: NDArray[np.int64], work: NDArray[np.int64], front_size: NDArray[np.int64], front_work: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the places of the points that a front does not beat, and of few others."""
+    first = front_size[0]
+    shift = max(0, int(front_size[-1] - first).bit_length() - _BINS)
+    begins = first + (np.arange((int(front_size[-1] - first) >> shift) + 1) << shift)
+    least = front_work[front_size.searchsorted(begins, "right") - 1]  # with no more bytes than any point in the bin
+    bins = np.minimum((size - first) >> shift, least.size - 1)
+    return np.flatnonzero((bins < 0) | (work <= least[bins]))
 
 
 def thin(columns: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], int]:

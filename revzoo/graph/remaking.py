@@ -6,7 +6,7 @@ read last, and where it was made. The largest such tensor may also be made again
 has to be kept for that; the first skip of a U-Net needs nothing but the images.
 
 A span has to know what the others leave to it. So these tensors are chosen once for the whole graph, and the search is repeated
-for a few such sets (`front.py`): the largest tensors, with ever fewer products kept for the first of them.
+for a few such sets (`front.py`): the largest tensor with and without the next, and ever fewer products kept for it.
 """
 
 from bisect import bisect_right
@@ -47,7 +47,8 @@ def list_remade(choices: Choices) -> Iterator[Remade]:
     if recipes:
         largest, others = next(iter(recipes)), list(recipes.values())[1:]
         for recipe in (recipes[largest], *_list_deeper(choices, largest, recipes[largest])):
-            yield _unite(choices, [recipe, *others])
+            for rest in [[], others] if others else [[]]:
+                yield _unite(choices, [recipe, *rest])
 
 
 def _list_largest(choices: Choices) -> dict[int, _Recipe]:

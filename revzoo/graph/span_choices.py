@@ -7,8 +7,7 @@ tensors; the rest is recovered when backward first asks for some of it, by runni
 `equal_spans.py` goes through all spans, and `front.py` finds the cheapest sequence of them.
 """
 
-from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -18,8 +17,6 @@ from numpy.typing import NDArray
 
 from revzoo.analysis.flops import FLOPS_PER_BYTE
 from revzoo.graph.step_record import Record, find_first
-
-_SUBSETS = 8  # of what a span may keep
 
 
 class SpanOption(NamedTuple):
@@ -100,6 +97,7 @@ class Choices:
         of_node = {node: k for k, storage in enumerate(record.storages) for node in storage.nodes}
         self.sizes = [s.bytes for s in record.storages]
         self.array = np.array(self.sizes, np.int64)
+        self.births = [s.born for s in record.storages]
         self.born: list[list[int]] = [[] for _ in range(count)]
         self.dead: list[list[int]] = [[] for _ in range(count)]
         for k, storage in enumerate(record.storages):
@@ -120,11 +118,8 @@ class Choices:
         self.work = [self.price(flops, made) for flops, made in zip(record.flops, self.made, strict=True)]
         self.order = [k for born in self.born for k in born]
         self.first = [0, *accumulate(map(len, self.born))]  # by atom: the place of its first storage in this order
-        self.bit = {k: 1 << place for place, k in enumerate(self.order)}
-        self.read_bits = [sum(self.bit[k] for k in reads) for reads in self.reads]
-        self.highest = list(_tabulate_maxima(self.gradient))
-        self._inner: dict[tuple[int, int], Span] = {}
-        self._roots = sorted(record.storages[k].born for k in remade.roots)
+        self.place = {k: at for at, k in enumerate(self.order)}
+        self.times = np.array([(s.unpacked, s.released) for s in record.storages], np.int64).reshape(-1, 2)
         self._remaking = [0, *accumulate(self._list_remaking())]
         self.options: list[list[SpanOption]] = [[] for _ in self.borders[1:]]
 
@@ -148,26 +143,19 @@ class Choices:
                 marks[i] = 1
         return marks
 
-    def find_highest(self, start: int, end: int) -> int:
-        """Return the most bytes of gradients between two positions in the log of backward."""
-        level = (end - start).bit_length() - 1
-        row = self.highest[level]
-        return max(row[start], row[end - (1 << level)])
-
     def is_alike(self, first: int, last: int) -> bool:
         """Return whether nothing that is made again starts between the borders of two leaves, so that nests there are alike."""
         start, end = self.leaves[max(0, first)], self.leaves[last]
-        return bisect_left(self._roots, start) == bisect_left(self._roots, end)
-
-    def find_inner(self, start: int, end: int) -> "Span":
-        """Return the span between two atoms as one in a nest."""
-        if (start, end) not in self._inner:
-            self._inner[start, end] = Span(self, start, end, is_nested=True)
-        return self._inner[start, end]
+        return not any(start <= self.births[k] < end for k in self.remade.roots)
 
     def price(self, flops: int, made: int) -> int:
         """Return the work of FLOPs and moved bytes together [FLOPs], or the nanoseconds."""
         return self._prices[0] * flops + self._prices[1] * made
+
+    def count(self, atoms: Collection[int]) -> tuple[int, int, int]:
+        """Return work, FLOPs and bytes made (or time) of some atoms."""
+        flops, made = sum(self.record.flops[i] for i in atoms), sum(self.made[i] for i in atoms)
+        return self.price(flops, made), flops, made
 
 
 class Span:
@@ -183,178 +171,105 @@ class Span:
         self._choices, self.start, self.end = choices, start, end
         storages = choices.record.storages
         none_remade = is_nested or not choices.remakes(start, end)
-        self._recipes: Mapping[int, Sequence[int]] = {} if none_remade else choices.remade.recipes
+        self.recipes: Mapping[int, Sequence[int]] = {} if none_remade else choices.remade.recipes
         self.own = [k for i in range(start, end) for k in choices.born[i]]
         self.forced = frozenset(
-            k for k in self.own if (storages[k].last_use >= end and k not in self._recipes) or k in choices.always
+            k for k in self.own if (storages[k].last_use >= end and k not in self.recipes) or k in choices.always
         )
-        self.saved = [k for k in self.own if storages[k].saved_by and k not in self._recipes]
-        self.saved += [k for k in self._recipes if any(start <= i < end for i in storages[k].saved_by)]
-        self._own_bits = (1 << choices.first[end]) - (1 << choices.first[start])
-        self._saved_bits = sum(choices.bit[k] for k in self.saved if k not in self._recipes)
-        self._passing = [k for k in self._recipes if storages[k].born < start <= storages[k].last_use]
-
-    def list_shapes(self, offset: int) -> Iterator[Shape]:
-        """Yield what this span may keep, from what it must to all that is saved, and what that needs.
-
-        Args:
-            offset: gradients before its backward [bytes].
-        """
-        choices, forced, bit = self._choices, self.forced, self._choices.bit
-        candidates = [k for k in self.saved if k not in forced and k not in self._recipes]
-        bits = sum(bit[k] for k in forced)
-        most = self._count_work(forced, bits)
-        gains = [((most - self._count_work(forced | {k}, bits | bit[k])) / max(1, choices.sizes[k]), k) for k in candidates]
-        gains.sort(reverse=True)
-        path, kept, least = [forced], forced, most
-        for _, k in gains:
-            kept, bits = kept | {k}, bits | bit[k]
-            if (work := self._count_work(kept, bits)) < least:
-                path.append(kept)
-                least = work
-        if len(path) > _SUBSETS:
-            path = [path[round(i * (len(path) - 1) / (_SUBSETS - 1))] for i in range(_SUBSETS)]
-        for kept in path:
-            yield self._make_shape(kept, offset)
-
-    def _count_work(self, kept: frozenset[int], kept_bits: int) -> int:
-        """Return the work of what runs again, given the storages that are kept, and as bits."""
-        if self._recipes:
-            return self.measure(kept)[0]
-        choices, total = self._choices, 0
-        order, storages, first = choices.order, choices.record.storages, choices.first
-        free = self._own_bits & ~kept_bits
-        need = self._saved_bits & free
-        while need:
-            i = storages[order[need.bit_length() - 1]].born
-            total += choices.work[i]
-            need = (need | (choices.read_bits[i] & free)) & ((1 << first[i]) - 1)
-        return total
-
-    def measure(self, kept: frozenset[int], wanted: Collection[int] | None = None) -> tuple[int, int, int, list[int]]:
-        """Return work, FLOPs and bytes of what runs again, and which atoms.
-
-        Args:
-            kept: storages.
-            wanted: those to be made; None for all that is saved and not kept.
-        """
-        choices, start = self._choices, self.start
-        storages, reads, recipes = choices.record.storages, choices.reads, self._recipes
-        need = bytearray(self.end - start)
-        before = set[int]()
-        for k in self.saved if wanted is None else wanted:
-            if k not in kept:
-                if storages[k].born >= start:
-                    need[storages[k].born - start] = 1
-                else:
-                    before.update(recipes[k])
-        again = []
-        for i in range(self.end - 1, start - 1, -1):
-            if need[i - start]:
-                again.append(i)
-                for k in reads[i]:
-                    if k not in kept:
-                        if storages[k].born >= start:
-                            need[storages[k].born - start] = 1
-                        elif k in recipes:
-                            before.update(recipes[k])
-        again = [*sorted(before), *reversed(again)]
-        flops, made = (sum(of_atom[i] for i in again) for of_atom in (choices.record.flops, choices.made))
-        return choices.price(flops, made), flops, made, again
+        self.saved = [k for k in self.own if storages[k].saved_by and k not in self.recipes]
+        self.saved += [k for k in self.recipes if any(start <= i < end for i in storages[k].saved_by)]
+        self._names = [*self.own, *(k for k in self.saved if storages[k].born < start)]
+        self._column = {k: i for i, k in enumerate(self._names)}
+        self.passing = [k for k in self.recipes if storages[k].born < start <= storages[k].last_use]
 
     def count_bytes(self, storages: Collection[int]) -> int:
         """Return the size of some storages."""
         return sum(self._choices.sizes[k] for k in storages)
 
-    def _make_shape(self, kept: frozenset[int], offset: int) -> Shape:
-        choices = self._choices
-        _, flops, made, again = self.measure(kept)
-        forward = self.peak_of_forward(kept)
-        kept -= self._find_small(kept, again)
-        backward = self.peak_of_backward(kept, again)
-        is_asked = any(at >= 0 for at in choices.record.first_unpack[self.start : self.end])
-        first = choices.first[self.start]
-        places = tuple(choices.bit[k].bit_length() - 1 - first for k in kept)
-        return places, self.count_bytes(kept), forward, backward - offset if is_asked else None, flops, made
-
-    def _find_small(self, kept: frozenset[int], again: Sequence[int]) -> set[int]:
+    def find_small(self, kept: frozenset[int], again: Sequence[int]) -> set[int]:
         """Return what is kept for being small alone, and made by atoms that run again: a span drops it at its end."""
         storages, born = self._choices.record.storages, self._choices.born
         inside = {storages[k].born for k in kept if storages[k].maker is None and not storages[k].is_small}
         again = [i for i in again if i not in inside]
         return {k for i in again for k in born[i] if storages[k].is_small and storages[k].maker is None}
 
-    def peak_of_forward(self, kept: Collection[int]) -> int:
-        choices = self._choices
-        storages, inner = choices.record.storages, choices.record.inner_bytes
-        total = highest = sum(choices.sizes[k] for k in self._passing)
-        for i in range(self.start, self.end):
-            highest = max(highest, total + inner[i])
-            for k in choices.born[i]:
-                if k in kept or (storages[k].maker is not None and storages[k].last_use > i):
-                    total += choices.sizes[k]
-            for k in choices.dead[i]:
-                if k not in kept and storages[k].born < i and (storages[k].born >= self.start or k in self._recipes):
-                    total -= choices.sizes[k]
-        return max(highest, total)
+    def _mark(self, sets: Sequence[Collection[int]]) -> NDArray[np.bool_]:
+        """Return for each set and each of the span's storages whether it is in the set."""
+        marks = np.zeros((len(sets), len(self._names)), np.bool_)
+        for row, each in zip(marks, sets, strict=True):
+            row[[self._column[k] for k in each]] = True
+        return marks
 
-    def peak_of_backward(self, kept: Collection[int], again: Sequence[int]) -> int:
-        choices = self._choices
-        record, size = choices.record, choices.sizes
-        storages, gradient = record.storages, choices.gradient
-        asked = [record.first_unpack[i] for i in range(self.start, self.end) if record.first_unpack[i] >= 0]
-        held = [k for k in self.own if k in kept and storages[k].released >= 0]
-        dropped = [k for k in self.saved if k not in kept]
+    def list_forward_peaks(self, keeps: Sequence[Collection[int]]) -> list[int]:
+        """Return the peak of forward for each choice of what is kept."""
+        choices, start = self._choices, self.start
+        storages, size = choices.record.storages, choices.sizes
+        total = sum(size[k] for k in self.passing)
+        before = [total]  # what is alive before an atom if nothing is kept but what later atoms read
+        for i in range(start, self.end):
+            for k in choices.born[i]:
+                total += size[k] if storages[k].maker is not None and storages[k].last_use > i else 0
+            for k in choices.dead[i]:
+                total -= size[k] if storages[k].born < i and (storages[k].born >= start or k in self.recipes) else 0
+            before.append(total)
+        inner = [*choices.record.inner_bytes[start : self.end], 0]
+        # What is kept takes memory beyond its last use, too.
+        uses = [storages[k].born if storages[k].maker is None else storages[k].last_use for k in self.own]
+        since = np.minimum(np.array(uses, np.int64) + 1, self.end + 1) - start
+        more = _accumulate(since, self._mark(keeps)[:, : len(self.own)] * choices.array[self.own], len(before) + 1)[:, :-1]
+        peaks: list[int] = (more + np.add(inner, before)).max(axis=1).tolist()
+        return peaks
+
+    def list_backward_peaks(self, plans: Sequence[tuple[Collection[int], Sequence[int]]]) -> list[int]:
+        """Return the peak of backward for each choice of what is kept and which atoms run again."""
+        choices, record, following = self._choices, self._choices.record, self._choices.following[self.start]
+        asked = [at for at in record.first_unpack[self.start : self.end] if at >= 0]
         if not asked:
-            return 0
-        begin = min(asked)
-        if not dropped:
-            return self._highest(begin, [(k, -1, storages[k].released) for k in held])
-        # What the recovery starts from lives until then, and what no slot holds until the last slot is free.
-        times = {k: self._find_times(k) for k in dropped}
-        at = find_first(unpacked for unpacked, _ in times.values())
-        last = max(released for _, released in times.values())
-        starts = {k for i in again for k in choices.reads[i] if k in kept and storages[k].born >= self.start}
-        until = at - 1 if at >= 0 else last
-        lives = [(k, -1, max(storages[k].released, until if k in starts else -1)) for k in held]
-        lives += [(k, -1, last) for k in starts if storages[k].released < 0]
-        if at < 0:
-            return self._highest(begin, lives)
-        lives += [(k, at, released) for k, (_, released) in times.items()]
-        alive = sum(size[k] for k, appears, end in lives if appears < 0 and end >= at)
-        passing = {k for k in starts if 0 <= storages[k].released < at}
-        recovery = int(gradient[max(0, at - 1)]) + alive + self.peak_of_recovery(kept, again, passing=passing)
-        return max(recovery, self._highest(begin, lives))
+            return [0] * len(plans)
+        begin, never = min(asked), len(choices.gradient)
+        times = choices.times[self._names]
+        for i, k in enumerate(self._names if self.recipes else ()):
+            times[i] = self._find_times(k)
+        unpacked, released, size = *times.T, choices.array[self._names]
+        starts = [{k for i in again for k in choices.reads[i] if k in kept} for kept, again in plans]
+        is_kept, is_start = self._mark([kept for kept, _ in plans]), self._mark(starts)
+        is_dropped = ~is_kept & self._mark([self.saved])
+        # The recovery begins when the first dropped tensor is asked for. What it starts from lives until then, and what no slot
+        # holds until the last slot is free.
+        at = np.where(is_dropped & (unpacked >= 0), unpacked, never).min(axis=1, initial=never)[:, None]
+        last = np.where(is_dropped, released, -1).max(axis=1, initial=-1)[:, None]
+        until = np.where((released < 0) | (at == never), last, at - 1)
+        ends = np.where(is_start, np.maximum(released, until), released)
+        lives = is_kept | (is_dropped & (at < never))
+        end = np.maximum(np.where(lives, ends, -1).max(axis=1, initial=-1), max(begin, following - 1))
+        places = np.array(sorted({begin, *(released + 1).tolist(), *unpacked.tolist(), *(end + 1).tolist()}))
+        places = places[places.searchsorted(begin) :]
+        appears = np.where(is_kept, 0, places.searchsorted(at))
+        leaves = np.maximum(places.searchsorted(ends + 1), appears)
+        weights = np.where(lives, size, 0)
+        alive = (_accumulate(appears, weights, places.size) - _accumulate(leaves, weights, places.size))[:, :-1]
+        gradients = np.maximum.reduceat(choices.gradient[: places[-1]], places[:-1])
+        peaks: list[int] = np.where(places[:-1] <= end[:, None], alive + gradients, 0).max(axis=1).tolist()
+        before = np.where(is_kept & (ends >= at), size, 0).sum(axis=1).tolist()  # the recovery
+        for i, (kept, again) in enumerate(plans):
+            if (first := int(at[i, 0])) < never:
+                passing = {k for k in starts[i] if 0 <= record.storages[k].released < first}
+                recovery = before[i] + self.peak_of_recovery(kept, again, passing=passing)
+                peaks[i] = max(peaks[i], int(choices.gradient[max(0, first - 1)]) + recovery)
+        return peaks
 
     def _find_times(self, k: int) -> tuple[int, int]:
         """Return when backward first asks this span for a storage, and when it has no more use for it."""
         storage = self._choices.record.storages[k]
-        if k not in self._recipes:
+        if k not in self.recipes:
             return storage.unpacked, storage.released
         times = [times for i, times in storage.saved_by.items() if self.start <= i < self.end]
-        return find_first(unpacked for unpacked, _ in times), max(released for _, released in times)
+        return find_first(unpacked for unpacked, _ in times), max((released for _, released in times), default=-1)
 
     def find_gradients(self, kept: Collection[int]) -> int:
         """Return the bytes of gradients at its recovery; -1 if nothing is dropped."""
         at = find_first(self._find_times(k)[0] for k in self.saved if k not in kept)
         return -1 if at < 0 else int(self._choices.gradient[max(0, at - 1)])
-
-    def _highest(self, begin: int, lives: Sequence[tuple[int, int, int]]) -> int:
-        """Return the most bytes of gradients and storages from a position in the log on, given when storages appear and end."""
-        choices = self._choices
-        following = choices.following[self.start]  # until then backward is here, though it may need nothing more
-        end, changes = max(begin, following - 1), dict[int, int]()
-        for k, appears, ends in lives:
-            appears, end = max(appears, begin), max(end, ends)
-            if ends >= appears:
-                changes[appears] = changes.get(appears, 0) + choices.sizes[k]
-                changes[ends + 1] = changes.get(ends + 1, 0) - choices.sizes[k]
-        highest, alive, at = 0, changes.pop(begin, 0), begin
-        for place in sorted(changes):
-            highest = max(highest, alive + choices.find_highest(at, place))
-            alive += changes[place]
-            at = place
-        return highest if at > end else max(highest, alive + choices.find_highest(at, end + 1))
 
     def peak_of_recovery(
         self,
@@ -375,24 +290,23 @@ class Span:
         storages, inner, copied = choices.record.storages, choices.record.inner_bytes, choices.record.copied_bytes
         last = {k: i for i in again for k in choices.reads[i]}
         stays = set(self.saved if wanted is None else wanted)
+        freed = dict.fromkeys(again, 0)
+        for k, i in last.items():
+            own = storages[k].born >= self.start or k in self.recipes
+            if (own and k not in kept and k not in stays) or k in passing:
+                freed[i] += choices.sizes[k]
         total = highest = sum(choices.sizes[k] for k in passing)
         for i in again:
             highest = max(highest, total + inner[i] + copied[i])
             for k in choices.born[i]:
                 if k not in kept and (k in stays or last.get(k, -1) > i):
                     total += choices.sizes[k]
-            for k in choices.reads[i]:
-                own = storages[k].born >= self.start or k in self._recipes
-                if ((own and k not in kept and k not in stays) or k in passing) and last[k] == i:
-                    total -= choices.sizes[k]
+            total -= freed[i]
         return max(highest, total)
 
 
-def _tabulate_maxima(values: NDArray[np.int64]) -> Iterator[list[int]]:
-    """Yield rows of the maxima of 1, 2, 4, 8 ... consecutive values."""
-    length = 1
-    while True:
-        yield values.tolist()
-        if values.size <= length:
-            return
-        values, length = np.maximum(values[:-length], values[length:]), 2 * length
+def _accumulate(places: NDArray[np.int64], sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Return by row how much has been added up to each of some places. Sizes of 0 may have places beyond."""
+    rows = length * np.arange(len(sizes))[:, None]
+    added = np.bincount((rows + places).ravel(), sizes.ravel(), len(sizes) * length)  # exact up to 8 PiB
+    return added[: len(sizes) * length].reshape(-1, length).cumsum(axis=1).astype(np.int64)

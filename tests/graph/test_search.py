@@ -149,8 +149,10 @@ def test_bytes_and_flops_are_counted_as_predicted(name: str) -> None:
         (
             "unet",
             [
+                ({"relu_", "x_1"}, {"conv2d"}),
                 ({"relu_", "x_1", "relu__1", "x_3"}, {"conv2d", "conv2d_1"}),
-                ({"conv2d", "relu_", "x_1", "relu__1", "x_3"}, {"conv2d_1"}),  # a slice of the batch makes the first skip
+                ({"conv2d", "relu_", "x_1"}, set()),  # a slice of the batch makes the first skip
+                ({"conv2d", "relu_", "x_1", "relu__1", "x_3"}, {"conv2d_1"}),
             ],
         ),
     ],
