@@ -147,11 +147,7 @@ class ModulePlan:
         Raises:
             PlanError: module, dtype, device, training mode or batch differ from those planned for; names what differs.
         """
-        if reasons := list(self.setting.differences(read_setting(module, batch))):
-            raise PlanError(
-                f"This plan was made for other circumstances ({'; '.join(reasons)}). Make a new one with "
-                "revzoo.plan(module, batch, budget)."
-            )
+        self.setting.require_same(read_setting(module, batch))
         planned = _PlannedCall(module, self.graphs, self.setting)
         restore_call(module)
         if self.drops_something or self.schedules:

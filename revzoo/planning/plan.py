@@ -69,14 +69,9 @@ class Plan:
         Raises:
             PlanError: model, dtype, device, training mode or batch differ from those planned for; names what differs.
         """
-        reasons = list(self.setting.differences(read_setting(model, batch)))
-        if not reasons and self.units != tuple(entry.name for entry in list_units(model)):
-            reasons = ["its units are not the model's"]
-        if reasons:
-            raise PlanError(
-                f"This plan was made for other circumstances ({'; '.join(reasons)}). Make a new one with "
-                "revzoo.plan(model, batch, budget)."
-            )
+        self.setting.require_same(read_setting(model, batch))
+        if self.units != tuple(entry.name for entry in list_units(model)):
+            raise PlanError("This plan has other units than the model. Make a new one with revzoo.plan(model, batch, budget).")
         for chain in find_block_chains(model).values():
             chain.begin_plan()
         assign_schedule(model, self.schedule, self.lookahead)

@@ -11,7 +11,7 @@ from torch import nn
 from revzoo.analysis.chains import find_block_chains
 from revzoo.analysis.dry_run import require_module
 from revzoo.device import describe_device
-from revzoo.errors import InputError
+from revzoo.errors import InputError, PlanError
 from revzoo.format import format_dtype
 from revzoo.model.network import Network
 from revzoo.runtime.nested import tensors_in
@@ -50,6 +50,14 @@ class Setting:
             matches_any = (key == "batch" and not (mine and others)) or (key == "device" and "meta" in (mine, others))
             if mine != others and not matches_any and not (key == "digest" and self.model != other.model):
                 yield f"{_WORDS.get(key, key)}: {_format_value(mine)} in the plan, {_format_value(others)} now"
+
+    def require_same(self, other: "Setting") -> None:
+        """Raise PlanError where a plan for these circumstances is applied in others; it names what differs."""
+        if reasons := list(self.differences(other)):
+            raise PlanError(
+                f"This plan was made for other circumstances ({'; '.join(reasons)}). Apply it where they are the same, such as "
+                "inside the same torch.autocast, or make a new one with revzoo.plan(model, batch, budget)."
+            )
 
 
 _WORDS = {"digest": "hash of the model's parts, sizes and frozen parameters", "training": "training mode"}

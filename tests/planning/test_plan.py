@@ -114,7 +114,7 @@ def test_it_is_refused_elsewhere_with_the_reason(change, reason, middle, tiny):
     model = change(tiny)
     before = model.schedule
     with pytest.raises(
-        PlanError, match=rf"This plan was made for other circumstances .*{reason}.* Make a new one with revzoo\.plan"
+        PlanError, match=rf"This plan was made for other circumstances .*{reason}.* make a new one with revzoo\.plan"
     ):
         model.schedule = middle
     assert model.schedule == before
@@ -128,7 +128,7 @@ def test_another_batch_or_autocast_is_refused(middle, tiny, x):
         pytest.raises(PlanError, match="float32 in the plan, float32, autocast bfloat16 now"),
     ):
         middle.apply(tiny, x)
-    with pytest.raises(PlanError, match="its units are not the model's"):
+    with pytest.raises(PlanError, match="This plan has other units than the model. Make a new one"):
         replace(middle, units=("stem",) * 7).apply(tiny)
 
 
