@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from revzoo.commands.parser import DTYPE_HELP, DTYPES, NAME_HELP, Parser, declare_import, split_overrides
-from revzoo.errors import InputError, UnknownNameError
+from revzoo.errors import InputError, UnknownNameError, find_nearest
 from revzoo.hub import HUB_PREFIX
 from revzoo.spec.loading import find_spec_file
+from revzoo.spec.names import ALIKE, model_files
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,9 +34,12 @@ def is_any_module(name: str) -> bool:
     return names_function or (Path(name) / "config.json").is_file()
 
 
-def read_name(words: Sequence[str]) -> tuple[str, list[str]]:
+def read_name(words: Sequence[str], *, of_any_module: bool = False) -> tuple[str, list[str]]:
     """Return the one name among words, and the overrides.
 
+    Args:
+        words: as typed.
+        of_any_module: whether it may name a network of timm; "timm:" is then added where it is left out.
     Raises:
         InputError: there is no name, or more than one.
         UnknownNameError: no model has the name.
@@ -43,9 +47,19 @@ def read_name(words: Sequence[str]) -> tuple[str, list[str]]:
     names, overrides = split_overrides(list(words))
     if len(names) != 1:
         raise InputError(f"Name one model. Received: {', '.join(names) or 'none'}. Overrides look like head.outputs=10.")
-    if not (is_any_module(names[0]) or names[0].startswith(HUB_PREFIX)):
-        find_spec_file(names[0])  # a wrong name is refused before torch is imported
-    return names[0], overrides
+    [name] = names
+    try:
+        if not (is_any_module(name) or name.startswith(HUB_PREFIX)):
+            find_spec_file(name)  # a wrong name is refused before torch is imported
+    except UnknownNameError:
+        if not of_any_module or find_nearest(name, model_files(), ALIKE):
+            raise
+        import timm
+
+        if name not in timm.list_models():
+            raise
+        name = f"timm:{name}"
+    return name, overrides
 
 
 def declare_model(

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         require_png(arguments.plot)
     if arguments.out is not None:
         require_writable(arguments.out)
-    name, overrides = read_name(arguments.name)
+    name, overrides = read_name(arguments.name, of_any_module=True)
     plan = _plan_any_module(arguments, name, overrides) if is_any_module(name) else _plan_of_the_zoo(arguments)
     if arguments.out is not None:
         plan.save(arguments.out)

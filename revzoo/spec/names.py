@@ -18,7 +18,7 @@ BEST_WEIGHTS = "best.safetensors"  # next to spec.yaml in the folder of a run
 TOKENIZER = "tokenizer.json"  # next to the weights of a model for texts
 BYTES = "bytes"  # the tokenizer that needs no file
 _MOST = 3  # folders that one hint names
-_ALIKE = 0.75  # one of two model names may be a misspelling if they are at least as similar as this; 1: equal
+ALIKE = 0.75  # one of two model names may be a misspelling if they are at least as similar as this; 1: equal
 
 
 def data_root() -> Path:
@@ -128,7 +128,7 @@ def hint_at_model(name: str) -> str:
     """Return what to type instead of a name that no model has, with a leading blank."""
     if name in recipe_files():
         return f" {name} is a recipe, which trains a model: revzoo train {name}."
-    nearest = find_nearest(name, model_files(), _ALIKE)
+    nearest = find_nearest(name, model_files(), ALIKE)
     if nearest:
         return f" Did you mean {nearest!r}?"
     return " A network of timm or Transformers becomes reversible first: revzoo convert NAME --out DIR."

@@ -128,3 +128,7 @@ def test_folders_of_transformers(tmp_path, monkeypatch, run):
     (tmp_path / "small" / "config.json").write_text(json.dumps(config))
     title = "T5Model, batch of [1, 512] int64, [1, 512] int64"  # of encoder and decoder
     assert run("plan", "small", "--budget", "1GiB", "--batch", 1).startswith(title)
+
+
+def test_a_name_of_timm_needs_no_prefix(run):
+    assert run("plan", "test_vit", "--budget", "1GiB", "--batch", "1").startswith("VisionTransformer, batch of")
