@@ -25,8 +25,8 @@ Classes of `reversible_(model, batch=batch)`:
 Checks: gradients in training mode have the same bits with every block in `invert` as with every block in `store`; parameters
 that have gradients in the ordinary network have them; keys of the state dict, weights, configuration, attributes, hooks,
 training flags and the random stream are what they were; `ordinary_` gives back the outputs to the bit. Classes of
-`revzoo.plan`: planned, below the least, refused, crashed, rounding (gradients not to the bit of the unplanned network's, but of
-the code that the compiler captures, as docs/planning.md says), wrong (gradients that are neither, or a first or second step
+`revzoo.plan`: planned, below the least, refused, crashed, as compiled (gradients not to the bit of the unplanned network's, but of
+the code that the compiler captures, by as much as the row says), wrong (gradients that are neither, or a first or second step
 that takes more than was promised).
 """
 
@@ -273,7 +273,7 @@ def examine_plan(network: Network) -> Row:
         if find_difference(gradients, second) or find_difference(gradients, _run_captured(model, batch, start)):
             problems.append(difference)
         else:
-            row |= {"class": "rounding", "message": difference}
+            row |= {"class": "as compiled", "message": difference}
     return row | ({"class": "wrong", "message": "; ".join(dict.fromkeys(problems))} if problems else {})
 
 
