@@ -25,9 +25,9 @@ Classes of `reversible_(model, batch=batch)`:
 Checks: gradients in training mode have the same bits with every block in `invert` as with every block in `store`; parameters
 that have gradients in the ordinary network have them; keys of the state dict, weights, configuration, attributes, hooks,
 training flags and the random stream are what they were; `ordinary_` gives back the outputs to the bit. Classes of
-`revzoo.plan`: planned, below the least, refused, crashed, as compiled (gradients not to the bit of the unplanned network's, but of
-the code that the compiler captures, by as much as the row says), wrong (gradients that are neither, or a first or second step
-that takes more than was promised).
+`revzoo.plan`: planned, below the least, refused, crashed, as compiled (gradients to the bit of the code that the compiler
+captures, but not of the unplanned network's, by as much as the row says), wrong (gradients that are neither, or a first or
+second step that takes more than was promised).
 """
 
 import argparse

@@ -1,11 +1,11 @@
 """`revzoo train`: train a model by a recipe, or resume a run."""
 
 import argparse
+import re
 from pathlib import Path
 
 from revzoo.commands.parser import Parser, declare_import, split_overrides
 from revzoo.errors import InputError
-from revzoo.hub import HUB_PREFIX
 from revzoo.spec.loading import find_spec_file
 
 SUMMARY = "Train a model by a recipe."
@@ -75,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like data.root=DIR.")
     for word in overrides:
         path, _, name = word.partition("=")
-        if path in ("model", "model.name") and not name.startswith(HUB_PREFIX):
+        if path in ("model", "model.name") and re.fullmatch(r"[\w./~-]+", name):
             find_spec_file(name)  # a wrong name is refused before torch is imported
     from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -44,7 +45,7 @@ def show_status(what: str = "", *, shown: bool = True) -> Iterator[Callable[[str
         teller = threading.Thread(target=_tell, args=(doing, ended), daemon=True)
         teller.start()
         try:
-            yield lambda what: doing.append(what)
+            yield partial(doing.__setitem__, 0)
         finally:
             ended.set()
             teller.join()
@@ -52,4 +53,4 @@ def show_status(what: str = "", *, shown: bool = True) -> Iterator[Callable[[str
 
 def _tell(doing: list[str], ended: threading.Event) -> None:
     while not ended.wait(_TELL_EVERY):
-        print(f"{doing[-1]} ...", file=sys.stderr, flush=True)
+        print(f"{doing[0]} ...", file=sys.stderr, flush=True)

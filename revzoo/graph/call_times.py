@@ -75,7 +75,7 @@ def measure_graphs(module: nn.Module, batch: Any) -> list[tuple[str, CallTimes]]
         return run
 
     require_uncompiled(module)
-    with explain_failures(module, batch), memory_errors(), isolated(module, batch) as own_batch:
+    with memory_errors(), isolated(module, batch) as own_batch, explain_failures(module, own_batch):
         call(capture_calls(module, time_graph), own_batch)
     return times
 

@@ -91,10 +91,12 @@ class GraphPlan:
 
         Its gradients are the same however it is cut. Its peak is near that of the plan, since both have most calls in common.
         """
-        place = {names: i for i, names in enumerate(map(_list_names, atoms)) if names in self.atoms}
+        own = set(self.atoms)
+        place = {names: i for i, names in enumerate(map(_list_names, atoms)) if names in own}
         if not self.ends or 2 * len(place) < len(atoms):
             return None
-        ends = {place[names] + 1 for end in self.ends if (names := self.atoms[end - 1]) in place}
+        before = (next((names for names in reversed(self.atoms[:end]) if names in place), None) for end in self.ends)
+        ends = {place[names] + 1 for names in before if names is not None}
         kept = {node for atom in atoms for node in atom.makes if node.name in self.kept or not atom.is_repeatable}
         inside = {place[names] for i in self.kept_inside if (names := self.atoms[i]) in place}
         return Spans(atoms, sorted({*ends, len(atoms)}), frozenset(kept), frozenset(inside))

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 from revzoo.errors import InputError
 from revzoo.format import BYTE_UNITS
 
+ALLOWED = "bytes, a size such as '8GiB', a share such as '60%', or 'auto'"
 _UNITS = BYTE_UNITS | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
 
 
@@ -60,4 +61,4 @@ def _require_bytes(size: float, budget: object) -> float:
 
 def make_budget_error(budget: object) -> InputError:
     """Return the error of what is no budget."""
-    return InputError(f"A budget is bytes, a size such as '8GiB', a share such as '60%', or 'auto'. Received: {budget!r}.")
+    return InputError(f"A budget is {ALLOWED}. Received: {budget!r}.")

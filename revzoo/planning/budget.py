@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 
 import psutil
@@ -30,9 +31,9 @@ def parse_budget(budget: str | int | float, device: torch.device | str, present_
     """
     number, unit = read_amount(budget)
     if unit == "free":
-        number = _read_memory(device)[0] * _FREE_SHARE / sharing + present_bytes
+        number = free_bytes(device, sharing) * _FREE_SHARE + present_bytes
     elif unit == "share":
-        number *= _read_memory(device)[1] / sharing
+        number *= min(_read_memory(device)[1] / sharing, _read_process_limit(device)[1])
     if number < 1:
         raise make_budget_error(budget)
     return int(number)
@@ -43,13 +44,13 @@ def count_model_bytes(model: nn.Module) -> int:
     return sum(t.nbytes for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
 
 
-def free_bytes(device: torch.device | str) -> int:
-    """Return the memory that is free on a device now [bytes]; on "cpu", what this process may still take."""
-    return _read_memory(device)[0]
+def free_bytes(device: torch.device | str, sharing: int = 1) -> int:
+    """Return the memory of a device that one of `sharing` processes may still take [bytes]; "cpu" is the machine's."""
+    return int(min(_read_memory(device)[0] // sharing, _read_process_limit(device)[0]))
 
 
 def _read_memory(device: torch.device | str) -> tuple[int, int]:
-    """Return the free and the total bytes of a device."""
+    """Return the free and the total bytes of a device, for all processes that share it."""
     device = torch.device(device)
     if has_streams(device):
         free, total = torch.accelerator.get_memory_info(device)
@@ -57,18 +58,19 @@ def _read_memory(device: torch.device | str) -> tuple[int, int]:
         return free + cached, total
     if device.type in ("cpu", "meta"):
         memory = psutil.virtual_memory()
-        limits = [(memory.available, memory.total), *_read_process_limit(), *_read_group_limits()]
+        limits = [(memory.available, memory.total), *_read_group_limits()]
         return min(free for free, _ in limits), min(total for _, total in limits)
     raise InputError(f"The memory of {device.type} devices is not known here. Give the budget in bytes, such as '8GiB'.")
 
 
-def _read_process_limit() -> Iterator[tuple[int, int]]:
-    """Yield the free and the total bytes of addresses that this process may have, if they are limited (`ulimit -v`)."""
+def _read_process_limit(device: torch.device | str) -> tuple[float, float]:
+    """Return the free and the total bytes of addresses that this process may have on a CPU (`ulimit -v`)."""
     with suppress(AttributeError):  # psutil reads it on Linux
         process = psutil.Process()
         total, _ = process.rlimit(psutil.RLIMIT_AS)
-        if total != psutil.RLIM_INFINITY:
-            yield max(0, total - process.memory_info().vms), total
+        if total != psutil.RLIM_INFINITY and torch.device(device).type == "cpu":
+            return max(0, total - process.memory_info().vms), total
+    return inf, inf
 
 
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -78,20 +80,21 @@ def _read_group_limits(root: Path = _GROUPS, groups: Path = _OWN_GROUPS) -> Iter
     """Yield the free and the total bytes of every control group around this process that has a limit: containers, SLURM.
 
     Source: the Linux kernel's documentation, "Control Group v2" (memory.max, memory.current) and "Memory Resource Controller".
-    What files are cached in, and nothing uses, counts as free.
+    What files are cached in counts as free.
     """
     for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
         _, controllers, place = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        names = ("memory.max", "memory.current", "inactive_file")
+        names, prefix = ("memory.max", "memory.current"), ""
         if controllers:
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names, prefix = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
         top = root / controllers
         for folder in [top / place.strip("/"), *(top / place.strip("/")).parents]:
             if not folder.is_relative_to(top):
                 break
-            with suppress(OSError, ValueError):  # a container sees its own group as the root; "max" is no limit
-                total, used = (int((folder / name).read_text(encoding="utf-8")) for name in names[:2])
-                cached = dict(row.split() for row in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
-                yield max(0, total - used + int(cached[names[2]])), total
+            with suppress(OSError, ValueError, KeyError):  # a container sees its own group as the root; "max" is no limit
+                total, used = (int((folder / name).read_text(encoding="utf-8")) for name in names)
+                rows = dict(row.split() for row in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
+                used -= sum(int(rows[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
+                yield max(0, total - used), total

@@ -22,6 +22,7 @@ def require_fit(
     taken: int | None = None,
     present_bytes: int = 0,
     sharing: int = 1,
+    multiple: int = 1,
     others: Callable[[int], Iterable[str]] = lambda limit: (),
 ) -> None:
     """Raise BudgetError where a step takes more than is free; the error says what fits, all of it counted.
@@ -34,22 +35,22 @@ def require_fit(
         taken: `count(size)`, where it is known.
         present_bytes: that are counted, and on the device already.
         sharing: how many processes the device's memory is for.
+        multiple: of which a number of examples has to be.
         others: given the bytes that a step may take, returns what else fits, to be typed.
     """
-    taken = count(size) if taken is None else taken
-    with suppress(InputError):  # the memory of other devices is not known
-        if taken > (free := free_bytes(device) // sharing + present_bytes):
+    with suppress(InputError):  # the memory of other devices is not known, and networks that ask for values cannot be counted
+        taken = count(size) if taken is None else taken
+        if taken > (free := free_bytes(device, sharing) + present_bytes):
             limit = parse_budget("auto", device, present_bytes, sharing=sharing)
-            raise BudgetError(
-                explain_shortage(count, size, word, limit, f"{format_bytes(free)} are free", others(limit), taken)
-            )
+            words = f"{format_bytes(free)} are free"
+            raise BudgetError(explain_shortage(count, size, word, limit, words, others(limit), taken, multiple))
 
 
 def explain_shortage(
-    count: Callable[[int], int], size: int, word: str, limit: int, free: str, others: Iterable[str], taken: int
+    count: Callable[[int], int], size: int, word: str, limit: int, free: str, others: Iterable[str], taken: int, multiple: int
 ) -> str:
     """Return a message that says what a step takes, what is free, and what would fit within `limit`."""
-    largest = find_largest(count, size - 1, limit)
+    largest = find_largest(lambda number: count(number * multiple), (size - 1) // multiple, limit) * multiple
     fitting = [*others, *([f"{word}{largest}"] if largest else [])]
     advice = (
         f"What fits: {', or '.join(fitting)}." if fitting else "Not even one example fits: take a smaller network or input."

@@ -15,29 +15,32 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested collections, in order. A generator among them is used up."""
+def tensors_in(tree: Any, _inside: frozenset[int] = frozenset()) -> Iterator[Tensor]:
+    """Yield the tensors in nested collections, in order. A generator among them is used up.
+
+    `_inside` has the dataclasses around the present one: one that refers to itself is looked into once.
+    """
     if isinstance(tree, Tensor):  # nearly every call, one for each operation of a traced run
         yield tree
         return
     if type(tree) in (tuple, list):  # the arguments of an operation
         for item in tree:
             if item is not None and not isinstance(item, int | float):
-                yield from tensors_in(item)
+                yield from tensors_in(item, _inside)
         return
     for leaf in tree_iter(tree):
         if isinstance(leaf, Tensor):
             yield leaf
         elif isinstance(leaf, Mapping):
-            yield from tensors_in(leaf.values())
+            yield from tensors_in(leaf.values(), _inside)
         elif isinstance(leaf, Iterable) and not isinstance(leaf, str | bytes) and not hasattr(leaf, "__array__"):
             for item in leaf if isinstance(leaf, Iterator) else _list_items(leaf):
-                yield from tensors_in(item)
-        elif held := _read_fields(leaf):
-            yield from tensors_in(held)
+                yield from tensors_in(item, _inside)
+        elif id(leaf) not in _inside and (held := _read_fields(leaf)):
+            yield from tensors_in(held.values(), _inside | {id(leaf)})
 
 
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], tree: Any, _inside: frozenset[int] = frozenset()) -> Any:
     """Return the nested collections with `function` applied to every tensor.
 
     Collections keep their type, except for mappings that PyTorch's pytrees do not know: they become dictionaries. Iterables
@@ -50,14 +53,14 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
         if isinstance(leaf, Tensor):
             return function(leaf)
         if isinstance(leaf, Mapping):
-            return {key: map_tensors(function, value) for key, value in leaf.items()}
+            return {key: map_tensors(function, value, _inside) for key, value in leaf.items()}
         if isinstance(leaf, tuple | list):  # a subclass that is not registered
-            return type(leaf)(map_tensors(function, item) for item in leaf)
-        held = _read_fields(leaf)
-        if next(tensors_in(held), None) is not None:
+            return type(leaf)(map_tensors(function, item, _inside) for item in leaf)
+        inside, held = _inside | {id(leaf)}, {} if id(leaf) in _inside else _read_fields(leaf)
+        if next(tensors_in(held.values(), inside), None) is not None:
             leaf = copy.copy(leaf)
             for name, value in held.items():
-                object.__setattr__(leaf, name, map_tensors(function, value))  # it may be frozen
+                object.__setattr__(leaf, name, map_tensors(function, value, inside))  # it may be frozen
         return leaf
 
     return tree_map(convert, tree)

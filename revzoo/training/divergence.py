@@ -59,7 +59,7 @@ def explain_lost_states(run: Run) -> Iterator[None]:
     try:
         yield
     except RecoveryError as error:
-        loss = math.nan if run.last_loss is None else float(run.last_loss.detach())
+        loss = 0.0 if run.last_loss is None else float(run.last_loss.detach())
         if loss < _FAR * math.log(max(2, run.model.num_outputs)):
             raise
         raise _explain(run, f"The training loss is {loss:.4g}, and states are lost to rounding,") from error

@@ -4,7 +4,7 @@ import json
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,22 +43,18 @@ class Summary:
         score: the CHOSEN metric after the last epoch.
         best_score: best of all epochs.
         best_epoch: first epoch that reached it, from 1.
-        seconds: that training took since it was started or resumed, evaluations included.
     """
 
     folder: Path
     score: float
     best_score: float
     best_epoch: int
-    seconds: float = field(compare=False)
 
     def __str__(self) -> str:
-        last, best, folder = CHOSEN.format(self.score), CHOSEN.format(self.best_score), quote(self.folder)
-        took = timedelta(seconds=round(self.seconds))
+        last, best = CHOSEN.format(self.score), CHOSEN.format(self.best_score)
         return (
             f"{CHOSEN.label} {last} after the last epoch, {best} after epoch {self.best_epoch} (best.safetensors): "
-            f"{self.folder}\n{took} in all. Next: revzoo eval {folder}, revzoo predict {folder} FILES, revzoo export {folder} "
-            "--onnx FILE"
+            f"{self.folder}"
         )
 
 
@@ -96,10 +92,17 @@ def train_epochs(run: Run) -> Summary:
                 raise Interrupted(run.folder.path, signum)
         run.upload.wait()
         _save_curves(run)
-    seconds = time.perf_counter() - began
-    summary = Summary(run.folder.path, progress.score, progress.best_score, progress.best_epoch, seconds)
-    run.display.console.print(str(summary))
+    summary = Summary(run.folder.path, progress.score, progress.best_score, progress.best_epoch)
+    run.display.console.print(f"{summary}\n{_describe_end(run, time.perf_counter() - began)}")
     return summary
+
+
+def _describe_end(run: Run, seconds: float) -> str:
+    """Return how long training took, and what to type next."""
+    folder, is_classifier = quote(run.folder.path), run.data.num_classes is not None
+    predict = f"revzoo predict {folder} FILES, " if is_classifier else ""
+    took = timedelta(seconds=round(seconds))
+    return f"{took} in all. Next: revzoo eval {folder}, {predict}revzoo export {folder} --onnx FILE"
 
 
 def _has_lost_patience(run: Run) -> bool:

@@ -176,7 +176,7 @@ def _print_memory(run: Run, *, table: bool = False) -> None:
     try:
         with show_status("counting memory", shown=run.accelerator.is_main_process):
             line = call_on_main(run.accelerator, lambda: describe_memory(run))
-            modes = WholeStep(run).measure_modes() if table else None
+            modes = WholeStep(run).measure_modes() if table and run.accelerator.is_main_process else None
     except MissingValueError as error:
         if run.recipe.train.cuda_graph:
             raise run.recipe.error("train.cuda_graph", "true", f"false: {error}") from error
@@ -225,6 +225,7 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
         if shared_anew:
             before = progress.processes
             run.display.console.print(f"Processes: {before} before, {processes} now, which share the same batches.")
+        _print_memory(run)
         _print_plan(run, plan)
         _verify_gradients(run)
         if changes:

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from traceback import clear_frames
 
 from revzoo.analysis.dry_run import memory_errors
 from revzoo.analysis.step_memory import AS_IT_IS
 from revzoo.device import forget_peak
-from revzoo.errors import BudgetError
+from revzoo.errors import BudgetError, InputError
 from revzoo.format import format_bytes
 from revzoo.planning.budget import parse_budget
 from revzoo.planning.fit import explain_shortage, require_fit
@@ -15,8 +16,6 @@ from revzoo.runtime.mode import MODES, Mode
 from revzoo.training.planned_step import WholeStep
 from revzoo.training.run import Run
 from revzoo.training.run_plan import count_sharing
-
-_BATCH = "data.batch_size="
 
 
 def describe_memory(run: Run) -> str:
@@ -30,14 +29,15 @@ def describe_memory(run: Run) -> str:
     reports, _ = step.measure_modes((AS_IT_IS, Mode.STORE))
     peak = reports[AS_IT_IS].peak_bytes
     require_fit(
-        lambda size: _count(run, size),
+        partial(_count, run),
         run.batch_size,
         run.accelerator.device,
-        _BATCH,
+        _name_batch(run),
         taken=peak,
         present_bytes=step.present_bytes,
         sharing=count_sharing(run),
-        others=lambda limit: _suggest_budget(run, limit),
+        multiple=_find_multiple(run),
+        others=partial(_suggest_budget, run),
     )
     stored = reports.get(Mode.STORE, reports[AS_IT_IS]).peak_bytes
     saved = f" ({format_bytes(stored)} with everything stored: {1 - peak / stored:.0%} less)" if peak < stored else ""
@@ -55,24 +55,41 @@ def explain_lack_of_memory(run: Run) -> Iterator[None]:
             raise
         for each in filter(None, (error, error.__cause__)):
             clear_frames(each.__traceback__)  # which hold what the step has allocated
-        size, device = run.batch_size, run.accelerator.device
-        forget_peak(device)
-        taken = _count(run, size)
-        limit = min(parse_budget("auto", device, WholeStep(run).present_bytes, sharing=count_sharing(run)), taken * 9 // 10)
-        free = f"memory ran out ({str(error).partition('. ')[0]})"
-        others = _suggest_budget(run, limit)
-        raise BudgetError(explain_shortage(lambda size: _count(run, size), size, _BATCH, limit, free, others, taken)) from error
+        forget_peak(run.accelerator.device)
+        try:
+            message = _explain(run, str(error).partition(". ")[0])
+        except InputError:  # it cannot be counted
+            raise error from None
+        raise BudgetError(message) from error
+
+
+def _explain(run: Run, received: str) -> str:
+    device, size = run.accelerator.device, run.batch_size
+    taken = _count(run, size)
+    limit = parse_budget("auto", device, WholeStep(run).present_bytes, sharing=count_sharing(run))
+    limit = min(limit, taken * 9 // 10)
+    words, others = f"memory ran out ({received})", _suggest_budget(run, limit)
+    return explain_shortage(partial(_count, run), size, _name_batch(run), limit, words, others, taken, _find_multiple(run))
+
+
+def _name_batch(run: Run) -> str:
+    """Return what to type before the examples of a batch, which a run that has begun keeps."""
+    return "a new run with data.batch_size=" if run.folder.list_states() else "data.batch_size="
+
+
+def _find_multiple(run: Run) -> int:
+    return 2 if run.recipe.mixup else 1  # which takes pairs
 
 
 def _count(run: Run, size: int) -> int:
-    """Return the bytes of a step with the run's schedule and another batch size. Mixup takes pairs."""
-    size += size % 2 if run.recipe.mixup else 0
+    """Return the bytes of a step with the run's schedule and another batch size."""
     return WholeStep(run, size).measure_modes((AS_IT_IS,))[0][AS_IT_IS].peak_bytes
 
 
 def _suggest_budget(run: Run, limit: int) -> list[str]:
     """Return the setting that lets the planner decide, where some uniform schedule is within the limit: then one is a plan."""
-    if run.recipe.memory.budget is not None:
+    recipe = run.recipe
+    if recipe.memory.budget is not None or recipe.train.cuda_graph or recipe.coupling is not None:
         return []
     peaks = [report.peak_bytes for report in WholeStep(run).measure_modes(MODES)[0].values()]
     return ["memory.budget=auto"] if len(peaks) > 1 and min(peaks) <= limit else []

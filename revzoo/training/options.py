@@ -25,11 +25,11 @@ from revzoo.bounds import (
 )
 from revzoo.data.options import DataOptions
 from revzoo.errors import SpecError, SpecProblem
-from revzoo.planning.amount import is_amount
+from revzoo.planning.amount import ALLOWED, is_amount
 from revzoo.planning.solvers import Solver
 from revzoo.spec.parsing import NOT_WRITTEN, to_plain
 
-Budget = Annotated[int | float | str, Bound("bytes, a size such as '8GiB', a share such as '60%', or 'auto'", is_amount)]
+Budget = Annotated[int | float | str, Bound(ALLOWED, is_amount)]
 
 
 Tracker = Literal["tensorboard", "mlflow", "wandb", "comet_ml", "aim"]  # names that Accelerate gives them

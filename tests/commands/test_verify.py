@@ -9,6 +9,7 @@ import revzoo
 import zoo_cli
 from revzoo.analysis.verify import VerifyReport
 from revzoo.checkpoint.files import save_weights
+from revzoo.errors import MissingValueError
 
 
 def test_a_model_that_is_safe_to_train(run):
@@ -55,3 +56,11 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_is_allocated(comma
         r"revzoo: A step of 100000000 examples takes .* TiB, and .* are free\. What fits: --batch (\d+)\.\n", error
     )
     assert 10 < int(fitting[1]) < 10**8
+
+
+def test_a_network_that_asks_for_values_is_not_counted(monkeypatch, run):
+    def fail(*arguments, **options):
+        raise MissingValueError("Bytes are counted without values.")
+
+    monkeypatch.setattr("revzoo.analysis.step_memory.measure_modes", fail)
+    assert "Safe to train" in run("verify", "rev_vit_digits", "stages.0.depth=1", "--batch", 2)

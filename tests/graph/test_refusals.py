@@ -87,6 +87,12 @@ def test_modules_without_a_step_to_plan(module, message):
     assert re.search(message, refuse(module))
 
 
+def test_a_plan_with_times_that_fails_leaves_the_module_as_it_was():
+    module = nn.Sequential(nn.BatchNorm1d(8), FailsCompiled())
+    assert "though not without" in refuse(module, profile=True)
+    assert module[0].num_batches_tracked == 0
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

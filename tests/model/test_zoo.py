@@ -96,3 +96,15 @@ def test_stage_inputs_of_revnet_104_need_a_quarter_of_its_twin():
     counted = [revzoo.measure_memory(network, batch).activation_bytes for network in (twin, model)]
     assert counted == [3_738_301_960, 873_469_960]
     assert round(counted[0] / counted[1], 1) == 4.3
+
+
+def test_inverted_blocks_hold_the_same_bytes_at_any_depth():
+    inverted, stored = [], []
+    for depth in (1, 5):
+        model = revzoo.create("rev_vit_digits", device="meta", overrides=[f"stages.0.depth={depth}"])
+        batch = model.example_input(2)
+        inverted.append(revzoo.measure_memory(model, batch).activation_bytes)
+        model.schedule = "store"
+        stored.append(revzoo.measure_memory(model, batch).activation_bytes)
+    assert inverted[0] == inverted[1] < stored[1] / 4
+    assert stored[1] > 3 * stored[0]

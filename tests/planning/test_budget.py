@@ -87,9 +87,9 @@ def test_limits_of_control_groups(tmp_path):
             (folder / name).write_text(f"{size}\n")
 
     new, old = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    write(tmp_path / "job", (*new, "memory.stat"), 1000, 700, "anon 600\ninactive_file 50")
-    write(tmp_path / "job" / "step", (*new, "memory.stat"), "max", 700, "inactive_file 50")
-    write(tmp_path / "memory", (*old, "memory.stat"), 500, 490, "total_inactive_file 90")
+    write(tmp_path / "job", (*new, "memory.stat"), 1000, 700, "anon 600\ninactive_file 20\nactive_file 30")
+    write(tmp_path / "job" / "step", (*new, "memory.stat"), "max", 700, "inactive_file 50\nactive_file 0")
+    write(tmp_path / "memory", (*old, "memory.stat"), 500, 490, "total_inactive_file 90\ntotal_active_file 0")
     groups = tmp_path / "cgroup"
     groups.write_text("5:devices:/\n4:memory:/elsewhere\n0::/job/step\n")
     assert list(budget._read_group_limits(tmp_path, groups)) == [(100, 500), (350, 1000)]

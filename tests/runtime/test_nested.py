@@ -33,6 +33,10 @@ def test_tensors_in_any_nesting_come_in_order():
     assert [id(t) for t in tensors_in(Point(Encoding(x=a, y=[b]), Pixels([c])))] == [id(a), id(b), id(c)]
     assert [id(t) for t in tensors_in([Outputs([a, {"b": b}]), Outputs])] == [id(a), id(b)]
     assert list(tensors_in(None)) == []
+    ring = Outputs([a])
+    ring.scores.append(ring)
+    assert [id(t) for t in tensors_in(ring)] == [id(a)]
+    assert map_tensors(torch.neg, ring).scores[1] is ring  # what is inside itself stays
     assert [id(t) for t in tensors_in([np.array(2.0), np.zeros(3), a])] == [id(a)]
 
 

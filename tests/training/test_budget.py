@@ -37,6 +37,8 @@ SETTINGS = {
     "bytes": ("text_reformer", [f"model.overrides=[{REFORMER}]", "data.batch_size=32"]),
 }
 
+MOMENTUM = f"model.overrides=[{SMALL},stages.0.depth=4,'block.coupling={{type: momentum, m: 0.9}}']"
+
 
 @pytest.fixture
 def unmeasured(monkeypatch) -> None:
@@ -259,16 +261,33 @@ def test_look_ahead_without_a_budget_is_the_recipes(lookahead, said, tmp_path, c
     assert printed.count("Look-ahead: ") == bool(said)
 
 
-def test_a_step_that_does_not_fit_is_refused_with_what_does(tmp_path, shown, monkeypatch):
+@pytest.mark.parametrize(
+    ("more", "offered"),
+    [
+        ([], r"free\. What fits: memory\.budget=auto, or data\.batch_size="),
+        (
+            ["mixup={mixup_alpha: 0.8}", "data.batch_size=1440"],
+            r"free\. What fits: memory\.budget=auto, or data\.batch_size=\d+[02468]\.",
+        ),
+        (["coupling={m: [0.9, 0.5]}", MOMENTUM], r"free\. What fits: data\.batch_size="),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused_with_what_does(more, offered, tmp_path, shown, monkeypatch):
     """What the error names trains; nothing is left of the run that was refused."""
     monkeypatch.chdir(tmp_path)
-    settings = ["model.schedule=store", "data.batch_size=1442", f"model.overrides=[{SMALL},stages.0.depth=4]"]
+    settings = ["model.schedule=store", "data.batch_size=1442", f"model.overrides=[{SMALL},stages.0.depth=4]", *more]
     monkeypatch.setattr(budget, "_read_memory", lambda device: (40 * 2**20, 80 * 2**20))
-    with pytest.raises(BudgetError, match=r"1442 examples takes .* MiB, and .* are free. What fits: memory") as refused:
+    with pytest.raises(BudgetError, match=rf"14\d\d examples takes .* MiB, and .* are {offered}") as refused:
         loop.train(make_recipe(*settings))
     assert list(tmp_path.iterdir()) == []
     for setting in str(refused.value).partition("What fits: ")[2].rstrip(".").split(", or "):
         loop.preview(make_recipe(*settings, setting))
+
+
+def test_a_resumed_run_that_does_not_fit_is_refused(finished, tmp_path, shown, monkeypatch):
+    monkeypatch.setattr(budget, "_read_memory", lambda device: (2**20, 2**20))
+    with pytest.raises(BudgetError, match=r"320 examples takes .*, or a new run with data\.batch_size=\d|fits: a new run with"):
+        loop.resume(shutil.copytree(finished, tmp_path / "run"), ["train.epochs=2"], accept_changes=True)
 
 
 def test_memory_that_runs_out_is_answered_in_the_same_way(tmp_path, monkeypatch):

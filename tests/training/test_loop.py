@@ -9,7 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import zoo_cli
-from revzoo.training import loop
+from revzoo.errors import RecoveryError
+from revzoo.training import epochs, loop
 from revzoo.training.divergence import DivergedError
 from revzoo.training.epochs import train_batch
 from revzoo.training.loop import train
@@ -32,7 +33,7 @@ def test_run_folder(tmp_path, shown, capsys):
     summary = train(make_recipe(), tmp_path / "run")
     out = capsys.readouterr().out
     assert out.count("\nMemory: a step takes ") == out.count("epoch 1/2 ") == out.count("epoch 2/2 ") == 1
-    assert out.endswith(f"{summary}\n")
+    assert f"{summary}\n0:00:" in out
     parameters = sum(tensor.numel() for tensor in load_file(tmp_path / "run" / "last.safetensors").values())
     start = f"rev_vit_digits: {parameters:,} parameters on cpu; 1,442 images for training, 355 for testing, 10 classes\n"
     assert out.startswith(start)
@@ -116,6 +117,20 @@ def test_states_that_are_lost_in_a_divergence_are_no_other_error(tmp_path):
         DivergedError, match=r"loss is [\d.e+]+, and states are lost to rounding, in epoch 1, by update \d; .*lr"
     ):
         train(make_recipe("optimizer.lr=1e4", "schedule.warmup_epochs=0"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_step_that_ran_differently_is_no_divergence(batches, tmp_path, monkeypatch):
+    """Neither in the first batch nor after one with an ordinary loss."""
+
+    def fail(run, *arguments):
+        if run.progress.batch == batches:
+            raise RecoveryError("ran differently")
+        return train_batch(run, *arguments)
+
+    monkeypatch.setattr(epochs, "train_batch", fail)
+    with pytest.raises(RecoveryError, match="ran differently"):
+        train(make_recipe(), tmp_path / "run")
 
 
 @pytest.mark.parametrize(("file", "name"), [("mine.yaml", "mine"), ("runs/vit/config.yaml", "vit"), ("config.yaml", "config")])

@@ -49,8 +49,12 @@ def test_published_numbers():
     )
     assert (base.data.augment.re_prob, base.mixup.mixup_alpha, base.mixup.cutmix_alpha) == (0.25, 0.8, 1.0)
     assert small.optimizer.weight_decay_of == base.optimizer.weight_decay_of == "weights_and_positions"
-    swin = load_recipe("rev_swin_imagenet", ["data.root=images"])
+    mvit, swin = (load_recipe(f"{name}_imagenet", ["data.root=images"]) for name in ("rev_mvit_b", "rev_swin"))
+    assert (8 * mvit.data.batch_size, mvit.optimizer.lr, mvit.optimizer.weight_decay) == (256, 2.5e-4, 0.05)
+    assert (mvit.train.epochs, mvit.schedule.warmup_epochs, mvit.train.clip_grad) == (300, 70, 1.0)
+    assert mvit.data.augment.auto_augment == "rand-m9-n6-mstd0.5-inc1"
     share = 8 * swin.data.batch_size / 512  # by which the authors scale what they give for 512 images
+    assert (swin.train.epochs, swin.schedule.warmup_epochs, swin.train.clip_grad) == (300, 20, 5.0)
     assert (swin.optimizer.lr, swin.schedule.warmup_lr, swin.schedule.min_lr) == (5e-4 * share, 5e-7 * share, 5e-6 * share)
     cifar, imagenet = (load_recipe(f"irevnet_{name}", ["data.root=images"]) for name in ("cifar", "imagenet"))
     assert (cifar.data.batch_size, cifar.train.epochs, cifar.schedule.decay_milestones) == (128, 200, (60, 120, 160))
