@@ -267,7 +267,7 @@ def test_look_ahead_without_a_budget_is_the_recipes(lookahead, said, tmp_path, c
         ([], r"free\. What fits: memory\.budget=auto, or data\.batch_size="),
         (
             ["mixup={mixup_alpha: 0.8}", "data.batch_size=1440"],
-            r"free\. What fits: memory\.budget=auto, or data\.batch_size=\d+[02468]\.",
+            r"free\. What fits: memory.budget=auto, or data.batch_size=\d+[02468]\.",
         ),
         (["coupling={m: [0.9, 0.5]}", MOMENTUM], r"free\. What fits: data\.batch_size="),
     ],
