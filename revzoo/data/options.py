@@ -119,6 +119,8 @@ class DataOptions:
         name: the data set, or the kind of files in `root`, or package.module:function, which returns your own.
         batch_size: examples per batch and process.
         root: folder or file of the data; None: digits come with scikit-learn, and texts are Python's own documentation.
+        limit: take this many examples, drawn by `train.seed`, of those for training, and at most as many of those for testing;
+            None: all. `revzoo eval` takes all test examples anyway.
         num_workers: loader processes per training process; 0 loads in the training process itself.
         shift: largest shift of a digit in training [pixels].
         augment: augmentation of images.
@@ -145,6 +147,7 @@ class DataOptions:
     )
     batch_size: PositiveInt
     root: str | None = None
+    limit: PositiveInt | None = None
     num_workers: NonNegativeInt = 0
     shift: NonNegativeInt = 0
     augment: AugmentOptions = AugmentOptions()

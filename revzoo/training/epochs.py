@@ -84,10 +84,11 @@ def train_epochs(run: Run) -> Summary:
     lost = explain_lost_states(run)
     with run.display, StopSignal(run.accelerator) as stop, updates, tracked, run.upload.complete(), lost:
         for epoch in range(progress.epoch, run.recipe.train.epochs):
-            if _has_lost_patience(run):
+            if _has_lost_patience(run) or _is_past_max_updates(run):
                 break
-            run.data.start_epoch(epoch, skip=progress.examples)
-            run.display.start_epoch(epoch, progress.batch)
+            batches = run.count_batches()
+            run.data.start_epoch(epoch, progress.examples, batches - progress.batch)
+            run.display.start_epoch(epoch, progress.batch, batches)
             signum = train_epoch(run, epoch, stop) or _finish_epoch(run, epoch, stop)
             if signum:
                 save_state(run)
@@ -97,9 +98,7 @@ def train_epochs(run: Run) -> Summary:
         run.upload.wait()
         _save_curves(run)
     seconds = time.perf_counter() - began
-    summary = Summary(run.folder.path, progress.score, progress.best_score, progress.best_epoch, seconds)
-    run.display.console.print(str(summary))
-    return summary
+    return Summary(run.folder.path, progress.score, progress.best_score, progress.best_epoch, seconds)
 
 
 def _has_lost_patience(run: Run) -> bool:
@@ -112,12 +111,19 @@ def _has_lost_patience(run: Run) -> bool:
     return True
 
 
+def _is_past_max_updates(run: Run) -> bool:
+    """Return whether all updates are done, and the epoch of the last one is evaluated."""
+    most = run.recipe.train.max_updates
+    return most is not None and run.progress.updates >= most and not run.progress.batch
+
+
 def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     """Train until the end of the epoch or until a signal; return the signal, or 0."""
     options, accelerator, progress = run.recipe.train, run.accelerator, run.progress
     losses = torch.zeros((), dtype=torch.float64, device=accelerator.device)  # of batches that are not yet in the epoch's sum
     before, began, signum, loss = progress.seconds, time.perf_counter(), 0, math.nan
     check_every = 1 if accelerator.device.type == "cpu" and accelerator.num_processes == 1 else _CHECK_EVERY
+    batches = run.count_batches()
     run.wrapped.train()
     for batch, labels in run.data.train:
         losses += train_batch(run, batch, labels, (options.seed, epoch, progress.batch)).detach() * len(batch)
@@ -131,7 +137,7 @@ def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         if run.ema is not None:
             run.ema.update(run.model, progress.updates)
         signum = stop.poll()
-        if signum or math.isnan(loss) or progress.updates % check_every == 0 or progress.batch == len(run.data.train):
+        if signum or math.isnan(loss) or progress.updates % check_every == 0 or progress.batch == batches:
             add_losses(run, losses)
             run.upload.collect()
             loss = progress.loss_sum / progress.examples
@@ -139,7 +145,7 @@ def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
             log_record(accelerator, {"updates": progress.updates, "lr": lr, "train_loss": loss})
         if signum:
             break
-        if options.save_every and progress.updates % options.save_every == 0 and progress.batch < len(run.data.train):
+        if options.save_every and progress.updates % options.save_every == 0 and progress.batch < batches:
             progress.seconds = before + time.perf_counter() - began
             add_losses(run, losses)
             save_state(run)

@@ -66,6 +66,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
         )
     if (tokenizer := checkpoint.parent / TOKENIZER).is_file():  # the run's own copy; an override follows it
         overrides = [_set("data.text.tokenizer", tokenizer), *overrides]
+    overrides = ["data.limit=null", *overrides]  # that of the training is not meant
     with TemporaryDirectory() as folder:
         for name, key in (("spec.yaml", "revzoo.spec"), ("config.yaml", "revzoo.recipe")):
             (Path(folder) / name).write_text(texts[key], encoding="utf-8")
