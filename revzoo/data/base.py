@@ -78,11 +78,16 @@ class Examples(Dataset[tuple[Tensor, Any]], ABC):
     def list_contents(self) -> Iterable[bytes]:
         """Return what tells these examples from others, in their order: names of files, or the examples themselves."""
 
+    def list_unreadable(self) -> list[str]:
+        """Return the names of the examples that were asked for in this process, or in its loaders, and could not be read."""
+        return []
+
 
 class Data:
     """Loaders of (images, labels) or (ids, labels), `train` for training and `test` for evaluation.
 
-    Labels are classes (B,), or for a language model the ids (B, N) to predict, IGNORED at positions where there is none.
+    Labels are classes (B,), IGNORED for a test image that cannot be read, or for a language model the ids (B, N) to predict,
+    IGNORED at positions where there is none.
     What `Examples` say of themselves is here, too: `notes` of both, `data_config` and `is_held_out` of the test examples, and
     the rest of the training examples (their `noun` as `example_noun`, their `labels` as `train_labels`).
 
@@ -98,8 +103,9 @@ class Data:
         self.num_classes, self.label_noun, self.example_noun = train.num_classes, train.label_noun, train.noun
         self.class_names = None if train.class_names is None else list(train.class_names)
         chosen, tested = (_choose(examples, options.limit, seed) for examples in (train, test))
-        is_part = isinstance(chosen, Subset) and train.labels is not None
-        self.train_labels = [train.labels[i] for i in chosen.indices] if is_part else train.labels
+        self.train_labels = train.labels
+        if isinstance(chosen, Subset) and train.labels is not None:
+            self.train_labels = [train.labels[i] for i in chosen.indices]
         self.data_config, self.is_held_out = dict(test.data_config), test.is_held_out
         self.notes = [*train.notes, *test.notes]
         self.num_train, self.num_test = len(chosen), len(tested)
@@ -118,6 +124,10 @@ class Data:
         """
         splits = {"training": self._examples, "test": self._test_examples}
         return {name: {"count": len(examples), "digest": _hash(examples.list_contents())} for name, examples in splits.items()}
+
+    def list_unreadable(self) -> dict[str, list[str]]:
+        """Return for each split which examples could not be read so far, in this process."""
+        return {"training": self._examples.list_unreadable(), "test": self._test_examples.list_unreadable()}
 
     def start_epoch(self, epoch: int, skip: int = 0, batches: int | None = None) -> None:
         """Choose order and augmentation of an epoch; call it before iterating over `train`.

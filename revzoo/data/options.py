@@ -121,6 +121,8 @@ class DataOptions:
         root: folder or file of the data; None: digits come with scikit-learn, and texts are Python's own documentation.
         limit: take this many examples, drawn by `train.seed`, of those for training, and at most as many of those for testing;
             None: all. `revzoo eval` takes all test examples anyway.
+        unreadable: what happens where an image cannot be read: "skip", another one takes its place in training, and evaluation
+            leaves it out; "stop", the run stops.
         num_workers: loader processes per training process; 0 loads in the training process itself.
         shift: largest shift of a digit in training [pixels].
         augment: augmentation of images.
@@ -148,6 +150,7 @@ class DataOptions:
     batch_size: PositiveInt
     root: str | None = None
     limit: PositiveInt | None = None
+    unreadable: Literal["skip", "stop"] = "skip"
     num_workers: NonNegativeInt = 0
     shift: NonNegativeInt = 0
     augment: AugmentOptions = AugmentOptions()

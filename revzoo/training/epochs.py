@@ -23,7 +23,7 @@ from revzoo.metric import CHOSEN
 from revzoo.model.compile_steps import compile_steps
 from revzoo.training.captured_step import EAGER_STEPS, CapturedStep
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights, explain_lost_states
-from revzoo.training.evaluation import evaluate
+from revzoo.training.evaluation import describe_unreadable, evaluate, gather_unreadable
 from revzoo.training.in_backward import update_in_backward
 from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
 from revzoo.training.processes import call_on_main
@@ -90,6 +90,7 @@ def train_epochs(run: Run) -> Summary:
             run.data.start_epoch(epoch, progress.examples, batches - progress.batch)
             run.display.start_epoch(epoch, progress.batch, batches)
             signum = train_epoch(run, epoch, stop) or _finish_epoch(run, epoch, stop)
+            _report_unreadable(run)
             if signum:
                 save_state(run)
                 run.upload.wait()
@@ -210,6 +211,13 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     save_state(run)
     run.display.end_epoch(record, progress.best_score)
     return 0
+
+
+def _report_unreadable(run: Run) -> None:
+    """Print, and write into the run's folder, which images could not be read, each of them once."""
+    found = gather_unreadable(run.data)
+    for split, names in call_on_main(run.accelerator, lambda: run.folder.note_unreadable(found)).items():
+        run.display.console.print(f"Note: {describe_unreadable(split, names)}.")
 
 
 def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:

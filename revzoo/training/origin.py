@@ -130,7 +130,7 @@ def _compare_names(before: list[str], now: list[str]) -> str:
 # What can change between two updates and then does what it says. Everything else has no effect in a resumed run, as the weights
 # to start from, or contradicts what was done before, as another optimizer or batch size.
 _CHANGEABLE = (
-    *("data.augment", "data.num_workers", "data.root", "data.shift", "data.text.tokenizer"),
+    *("data.augment", "data.num_workers", "data.root", "data.shift", "data.text.tokenizer", "data.unreadable"),
     *("memory", "mixup", "model.exact", "model.schedule", "train"),
 )
 _FIXED = ("train.accumulate", "train.freeze", "train.seed")

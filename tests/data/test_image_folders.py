@@ -106,7 +106,7 @@ def test_a_link_to_nowhere_is_a_broken_image(image_folder, load):
     (image_folder / "train" / "cat" / "0.png").unlink()
     (image_folder / "train" / "cat" / "0.png").symlink_to("nowhere.png")
     with pytest.raises(DataError, match=r"The image .*/cat/0\.png cannot be read"):
-        list(load(image_folder).train)
+        list(load(image_folder, unreadable="stop").train)
 
 
 @pytest.mark.parametrize("target", ["gone/dog", "dog"])

@@ -1,4 +1,4 @@
-"""Runs that end early, and runs on part of the data."""
+"""Runs that end early, runs on part of the data, and runs with images that cannot be read."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from revzoo.spec.schema import ImageInput
 from revzoo.training.evaluate_checkpoint import evaluate_checkpoint
 from revzoo.training.loop import resume, train
 from revzoo.training.setup import build_run
-from tests.training.runs import RANDOM, assert_same_run, interrupted, make_recipe, read_records
+from tests.training.runs import RANDOM, assert_same_run, interrupted, make_image_recipe, make_recipe, read_records
 from zoo_cli import main
 
 # Two updates an epoch; the third is in the middle of the second epoch.
@@ -86,3 +86,23 @@ def test_a_warm_up_longer_than_the_run_is_said(tmp_path):
     recipe = make_recipe("train.max_updates=3", "schedule.sched=linear")
     run = build_run(recipe, tmp_path, Accelerator(), resumed=False)
     assert "schedule.warmup_epochs=1 lasts all of the 3 updates" in run.notes
+
+
+def test_a_run_goes_on_without_images_that_cannot_be_read(image_folder, tmp_path, capsys):
+    """They are named once, and the resumed run is the uninterrupted one."""
+    broken = [image_folder / "train/cat/2.png", image_folder / "val/dog/0.png"]
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:60])
+    recipe = make_image_recipe(image_folder, "train.epochs=2")
+    train(recipe, tmp_path / "whole")
+    output = capsys.readouterr().out
+    assert f"training images that cannot be read, others take their places: 1 ({broken[0]})" in output
+    assert output.count(f"test images that cannot be read, left out: 1 ({broken[1]})") == 1
+    assert (tmp_path / "whole/log/unreadable.txt").read_text().splitlines() == list(map(str, broken))
+    with interrupted(1):
+        train(recipe, tmp_path / "run")
+    resume(tmp_path / "run")
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+    scores = evaluate_checkpoint(tmp_path / "run")
+    assert scores.count == 7
+    assert f"test images that cannot be read, left out: 1 ({broken[1]})" in scores.notes
