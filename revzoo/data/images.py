@@ -112,7 +112,7 @@ class Images(Examples):
         for place in range(index, last + 1):
             try:
                 with seeded(self.seed, self.epoch, index):
-                    image, label = self.source[place % len(self)]
+                    image, label = self.source[place % len(self) if place > index else index]  # which may raise IndexError
                 return image, IGNORED if self.is_test and place > index else int(label)
             except BrokenExampleError:
                 if place == last:

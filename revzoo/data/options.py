@@ -17,7 +17,8 @@ from revzoo.bounds import (
 
 TABLES = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # how rows of texts are kept
 TEXT_FILES = (*TABLES, ".txt")  # endings of files of texts
-IMAGES = (".apng", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # files of images
+HEIF = (".heic", ".heif")  # files of images that Pillow reads with pillow-heif only
+IMAGES = (".apng", ".bmp", ".gif", *HEIF, ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # files of images
 TEXTS = ("characters", "text_classification", "masked_lm")  # values of `data.name` that are texts
 UNROTATED = ("box", "hamming", "lanczos")  # interpolations that resize images, and that rotations do not have
 BUNDLED = ("digits", *TEXTS)  # those that need no root
