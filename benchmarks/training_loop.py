@@ -78,7 +78,7 @@ def make_epoch(run: Run, stop: StopSignal) -> Callable[[int], None]:
 
     def train(epoch: int) -> None:
         run.data.start_epoch(epoch)
-        run.display.start_epoch(epoch, 0)
+        run.display.start_epoch(epoch, 0, len(run.data.train))
         train_epoch(run, epoch, stop)
         run.progress.batch, run.progress.examples, run.progress.loss_sum = 0, 0, 0.0
 

@@ -9,6 +9,11 @@ from revzoo.errors import InputError
 from revzoo.spec.loading import find_spec_file
 
 SUMMARY = "Train a model by a recipe."
+# What --smoke stands for. Typed overrides go before it; nothing is sent to a tracker.
+_SMOKE = (
+    *("train.epochs=1", "train.max_updates=3", "data.batch_size=8", "data.limit=64", "schedule.warmup_epochs=0"),
+    "train.track=[]",
+)
 
 
 def declare(parser: Parser) -> None:
@@ -31,6 +36,9 @@ def declare(parser: Parser) -> None:
     )
     instead.add_argument(
         "--dry-run", action="store_true", help="stop before the first step: after data, model, memory, plan and gradients"
+    )
+    instead.add_argument(
+        "--smoke", action="store_true", help=f"see whether everything works, in seconds, and keep nothing: {' '.join(_SMOKE)}"
     )
     instead.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder")
     instead.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
@@ -79,13 +87,20 @@ def _run(arguments: argparse.Namespace) -> int:
             find_spec_file(name)  # a wrong name is refused before torch is imported
     from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 
+    if arguments.smoke:
+        overrides = [*_SMOKE, *overrides]
     recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides, complete=not arguments.print_config)
     if arguments.print_config:
         from revzoo.training.recipe_text import write_recipe
 
         print(write_recipe(recipe), end="")
     else:
-        from revzoo.training.loop import preview, train
+        from revzoo.training.loop import preview, train, try_out
 
-        preview(recipe) if arguments.dry_run else train(recipe, arguments.out)
+        if arguments.dry_run:
+            preview(recipe)
+        elif arguments.smoke:
+            try_out(recipe)
+        else:
+            train(recipe, arguments.out)
     return 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from revzoo.data.image_labels import describe_missing, natural_key
-from revzoo.data.options import SPLITS
+from revzoo.data.options import HEIF, SPLITS
 from revzoo.data.stored_images import ImageSplits, StoredImages, list_suffixes
 from revzoo.errors import DataError, join_names
 
@@ -34,7 +34,7 @@ class ClassFolders:
     def describe_skipped(self) -> list[str]:
         """Return a line with the numbers of what is skipped, or none."""
         kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(self.skipped.items()))
-        return [f"skipped in {self.path}: {kinds}"] if kinds else []
+        return [f"skipped in {self.path}: {kinds}{_explain_heif(self.skipped)}"] if kinds else []
 
     def split(self) -> tuple["ClassFolders", "ClassFolders"]:
         """Return the images for training, and those held out for validation: every fifth of each class.
@@ -147,7 +147,7 @@ def find_classes(folder: Path) -> ClassFolders:
     if empty := [name for name, paths in files.items() if not paths]:
         raise DataError(
             f"Class folders in {folder} without images in them: {join_names(empty)}. Fill or remove them. Images end with "
-            f"{', '.join(list_suffixes())}."
+            f"{', '.join(list_suffixes())}{_explain_heif(skipped)}."
         )
     return ClassFolders(folder, files, skipped)
 
@@ -175,6 +175,10 @@ def list_images(folder: Path, skipped: Counter[str] | None = None, without: Path
         seen |= targets.keys()
         images += [path for name in names if not _is_hidden(name) and _is_image(path := Path(place, name), skipped)]
     return sorted(images, key=lambda path: [natural_key(part) for part in path.relative_to(folder).parts])
+
+
+def _explain_heif(skipped: Counter[str]) -> str:
+    return "; .heic is read after python -m pip install pillow-heif" if skipped.keys() & set(HEIF) else ""
 
 
 def _is_hidden(name: str) -> bool:

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset, create_transform
 from torch import Tensor
 from torchvision import transforms
 
-from revzoo.data.base import Examples
+from revzoo.data.base import IGNORED, BrokenExampleError, Examples
 from revzoo.data.dataset_images import open_dataset
 from revzoo.data.image_folders import open_folders
 from revzoo.data.image_tars import open_tars
@@ -24,6 +25,7 @@ from revzoo.data.stored_images import ImageSplits, StoredImages
 from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput
 
+_MOST_IN_A_ROW = 50  # images that cannot be read: more of them mean that something else is broken, such as a disk
 _INTERPOLATION = "bicubic"  # where nothing says which
 _CIFAR_SITE = "Unpack the archive of the Python version from https://www.cs.toronto.edu/~kriz/cifar.html there"
 _MNIST_CALL = "Let torchvision download it there (torchvision.datasets.{}(root, download=True))"
@@ -66,6 +68,9 @@ class Images(Examples):
         notes: remarks for the reader.
         data_config: how an image becomes a tensor, in the words of timm's `create_transform`; for validation.
         is_held_out: as for `Examples`.
+        is_test: an image that cannot be read is left out: its label is IGNORED. Otherwise the next one that can be read takes
+            its place, with the random choices that belong to the place.
+        stops: an image that cannot be read is an error.
     """
 
     label_noun = "images"
@@ -78,10 +83,15 @@ class Images(Examples):
         notes: Sequence[str] = (),
         data_config: Mapping[str, Any] = MappingProxyType({}),
         is_held_out: bool = False,
+        *,
+        is_test: bool = False,
+        stops: bool = False,
     ):
         self.source, self.class_names, self.seed, self.notes = source, class_names, seed, notes
         self.labels = source.labels if isinstance(source, StoredImages) else source.targets  # as torchvision calls them
-        self.data_config, self.is_held_out = data_config, is_held_out
+        self.data_config, self.is_held_out, self.is_test = data_config, is_held_out, is_test
+        self._most_in_a_row = 1 if stops else min(_MOST_IN_A_ROW, len(source))
+        self._unreadable = torch.zeros(len(source), dtype=torch.bool).share_memory_()  # loader processes write it
 
     def __len__(self) -> int:
         return len(self.source)
@@ -92,10 +102,23 @@ class Images(Examples):
             return self.source.list_contents()
         return [repr(self.source.classes).encode()]
 
+    def list_unreadable(self) -> list[str]:
+        """Return the names of the images that were asked for and could not be read; what is not UTF-8 in them is escaped."""
+        names = [self.source.name(i) for i in self._unreadable.nonzero().flatten().tolist()]
+        return [name.encode("utf-8", "backslashreplace").decode() for name in names]
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        with seeded(self.seed, self.epoch, index):
-            image, label = self.source[index]
-        return image, int(label)
+        last = index + self._most_in_a_row - 1
+        for place in range(index, last + 1):
+            try:
+                with seeded(self.seed, self.epoch, index):
+                    image, label = self.source[place % len(self) if place > index else index]  # which may raise IndexError
+                return image, IGNORED if self.is_test and place > index else int(label)
+            except BrokenExampleError:
+                if place == last:
+                    raise
+                self._unreadable[index] = True
+        raise AssertionError
 
 
 def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Images, Images]:
@@ -124,8 +147,10 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
         train, test = (transforms.Compose([transforms.Grayscale(3), each]) for each in (train, test))
     splits.train.transform, splits.test.transform = train, test
     names = splits.class_names
-    validation = Images(splits.test, names, seed, data_config=config, is_held_out=splits.is_held_out)
-    return Images(splits.train, names, seed, splits.notes), validation
+    stops = options.unreadable == "stop"
+    held_out = splits.is_held_out
+    validation = Images(splits.test, names, seed, data_config=config, is_held_out=held_out, is_test=True, stops=stops)
+    return Images(splits.train, names, seed, splits.notes, stops=stops), validation
 
 
 def _choose_statistics(

@@ -50,10 +50,12 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
         from revzoo.data.images import load_images
 
         train, test = load_images(options, input, seed)
-    if processes and (most := len(train) // processes) < options.batch_size:
+    count = min(len(train), options.limit or len(train))
+    if processes and (most := count // processes) < options.batch_size:
         places = f" in each of {processes} processes" if processes > 1 else ""
+        limited = f" of data.limit={options.limit}" if count < len(train) else ""
         raise DataError(
-            f"The {len(train)} training {train.noun} are too few for one batch{places}. Received: "
+            f"The {count} training {train.noun}{limited} are too few for one batch{places}. Received: "
             f"data.batch_size={options.batch_size}. Use {f'data.batch_size={most} or less' if most else 'fewer processes'}."
         )
     return Data(train, test, options, seed, processes or 1)

@@ -17,7 +17,8 @@ from revzoo.bounds import (
 
 TABLES = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # how rows of texts are kept
 TEXT_FILES = (*TABLES, ".txt")  # endings of files of texts
-IMAGES = (".apng", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # files of images
+HEIF = (".heic", ".heif")  # files of images that Pillow reads with pillow-heif only
+IMAGES = (".apng", ".bmp", ".gif", *HEIF, ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # files of images
 TEXTS = ("characters", "text_classification", "masked_lm")  # values of `data.name` that are texts
 UNROTATED = ("box", "hamming", "lanczos")  # interpolations that resize images, and that rotations do not have
 BUNDLED = ("digits", *TEXTS)  # those that need no root
@@ -119,6 +120,10 @@ class DataOptions:
         name: the data set, or the kind of files in `root`, or package.module:function, which returns your own.
         batch_size: examples per batch and process.
         root: folder or file of the data; None: digits come with scikit-learn, and texts are Python's own documentation.
+        limit: take this many examples, drawn by `train.seed`, of those for training, and at most as many of those for testing;
+            None: all. `revzoo eval` takes all test examples anyway.
+        unreadable: what happens where an image cannot be read: "skip", another one takes its place in training, and evaluation
+            leaves it out; "stop", the run stops.
         num_workers: loader processes per training process; 0 loads in the training process itself.
         shift: largest shift of a digit in training [pixels].
         augment: augmentation of images.
@@ -145,6 +150,8 @@ class DataOptions:
     )
     batch_size: PositiveInt
     root: str | None = None
+    limit: PositiveInt | None = None
+    unreadable: Literal["skip", "stop"] = "skip"
     num_workers: NonNegativeInt = 0
     shift: NonNegativeInt = 0
     augment: AugmentOptions = AugmentOptions()

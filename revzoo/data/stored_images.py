@@ -1,7 +1,7 @@
 """Images that are stored as files, or as the content of files: how one of them is decoded, and their labels."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +13,11 @@ from torch.utils.data import Dataset
 
 from revzoo.data.base import BrokenExampleError
 from revzoo.data.options import IMAGES
+
+with suppress(ImportError):  # where it is installed; here, because loader processes import this file
+    from pillow_heif import register_heif_opener
+
+    register_heif_opener()
 
 
 class StoredImages(Dataset[tuple[Any, int]]):

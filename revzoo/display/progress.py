@@ -23,13 +23,14 @@ class TrainingDisplay:
     Args:
         shown: whether this process prints anything.
         epochs: epochs of the whole training.
+        batches: batches of the whole training.
         data: what is trained on.
         log_every: seconds between two lines where there is no terminal.
     """
 
-    def __init__(self, shown: bool, epochs: int, data: Data, log_every: float):
+    def __init__(self, shown: bool, epochs: int, batches: int, data: Data, log_every: float):
         self.console = Console(quiet=not shown, markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
-        self.epochs, self.batches, self.log_every = epochs, len(data.train), log_every
+        self.epochs, self.all_batches, self.batches, self.log_every = epochs, batches, len(data.train), log_every
         self.example_noun, self.label_noun = data.example_noun, data.label_noun
         self.memory_noun = "CUDA peak" if torch.cuda.is_available() else "process"  # neither is what the tables count
         self._bar = Progress(
@@ -50,17 +51,18 @@ class TrainingDisplay:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def start_epoch(self, epoch: int, done: int) -> None:
+    def start_epoch(self, epoch: int, done: int, batches: int) -> None:
         """Start the bar of an epoch.
 
         Args:
             epoch: number of the epoch, from 0.
             done: batches of it that are done already.
+            batches: of it that are trained on.
         """
         self._epoch = epoch
         if self._first is None:
             self._first = self._epoch * self.batches + done
-        self._start(f"epoch {epoch + 1}/{self.epochs}", self.batches, done)
+        self._start(f"epoch {epoch + 1}/{self.epochs}", batches, done)
 
     def step(self, done: int, loss: float, lr: float) -> bool:
         """Move the bar, or print a line if the last one is long ago; return whether it is.
@@ -72,7 +74,7 @@ class TrainingDisplay:
         """
         assert self._first is not None
         elapsed, before = time.monotonic() - self._began, self._epoch * self.batches + done
-        rest = elapsed * (self.epochs * self.batches - before) / max(1, before - self._first)
+        rest = elapsed * (self.all_batches - before) / max(1, before - self._first)
         left, total = (timedelta(seconds=round(seconds)) for seconds in (rest, elapsed + rest))
         return self._move(done, f"loss {loss:.4f}  lr {lr:.2e}  {left} left of {total}")
 

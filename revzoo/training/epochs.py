@@ -5,7 +5,6 @@ import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from revzoo.checkpoint import files
 from revzoo.data.random import reseed
 from revzoo.display.figures.curves import plot_curves
-from revzoo.errors import quote
 from revzoo.file import write_atomically
 from revzoo.format import count_noun
 from revzoo.metric import CHOSEN
 from revzoo.model.compile_steps import compile_steps
 from revzoo.training.captured_step import EAGER_STEPS, CapturedStep
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights, explain_lost_states
-from revzoo.training.evaluation import evaluate
+from revzoo.training.evaluation import describe_unreadable, evaluate, gather_unreadable
 from revzoo.training.in_backward import update_in_backward
 from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
 from revzoo.training.processes import call_on_main
@@ -67,7 +65,7 @@ def train_epochs(run: Run) -> Summary:
         RecoveryError: states of the network could not be recovered, though it has not diverged.
         RevzooError: nothing more can be saved.
     """
-    progress, began = run.progress, time.perf_counter()
+    progress = run.progress
     if run.recipe.train.cuda_graph:
         run.step = CapturedStep(run.step, run.model.parameters(), run.batch_size)
         run.display.console.print(f"After {EAGER_STEPS} batches, forward and backward are captured in a CUDA graph.")
@@ -80,11 +78,13 @@ def train_epochs(run: Run) -> Summary:
     lost = explain_lost_states(run)
     with run.display, StopSignal(run.accelerator) as stop, updates, tracked, run.upload.complete(), lost:
         for epoch in range(progress.epoch, run.recipe.train.epochs):
-            if _has_lost_patience(run):
+            if _has_lost_patience(run) or _is_past_max_updates(run):
                 break
-            run.data.start_epoch(epoch, skip=progress.examples)
-            run.display.start_epoch(epoch, progress.batch)
+            batches = run.count_batches()
+            run.data.start_epoch(epoch, progress.examples, batches - progress.batch)
+            run.display.start_epoch(epoch, progress.batch, batches)
             signum = train_epoch(run, epoch, stop) or _finish_epoch(run, epoch, stop)
+            _report_unreadable(run)
             if signum:
                 save_state(run)
                 run.upload.wait()
@@ -92,17 +92,7 @@ def train_epochs(run: Run) -> Summary:
                 raise Interrupted(run.folder.path, signum)
         run.upload.wait()
         _save_curves(run)
-    summary = Summary(run.folder.path, progress.score, progress.best_score, progress.best_epoch)
-    run.display.console.print(f"{summary}\n{_describe_end(run, time.perf_counter() - began)}")
-    return summary
-
-
-def _describe_end(run: Run, seconds: float) -> str:
-    """Return how long training took, and what to type next."""
-    folder, is_classifier = quote(run.folder.path), run.data.num_classes is not None
-    predict = f"revzoo predict {folder} FILES, " if is_classifier else ""
-    took = timedelta(seconds=round(seconds))
-    return f"{took} in all. Next: revzoo eval {folder}, {predict}revzoo export {folder} --onnx FILE"
+    return Summary(run.folder.path, progress.score, progress.best_score, progress.best_epoch)
 
 
 def _has_lost_patience(run: Run) -> bool:
@@ -115,12 +105,19 @@ def _has_lost_patience(run: Run) -> bool:
     return True
 
 
+def _is_past_max_updates(run: Run) -> bool:
+    """Return whether all updates are done, and the epoch of the last one is evaluated."""
+    most = run.recipe.train.max_updates
+    return most is not None and run.progress.updates >= most and not run.progress.batch
+
+
 def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     """Train until the end of the epoch or until a signal; return the signal, or 0."""
     options, accelerator, progress = run.recipe.train, run.accelerator, run.progress
     losses = torch.zeros((), dtype=torch.float64, device=accelerator.device)  # of batches that are not yet in the epoch's sum
     before, began, signum, loss = progress.seconds, time.perf_counter(), 0, math.nan
     check_every = 1 if accelerator.device.type == "cpu" and accelerator.num_processes == 1 else _CHECK_EVERY
+    batches = run.count_batches()
     run.wrapped.train()
     for batch, labels in run.data.train:
         losses += train_batch(run, batch, labels, (options.seed, epoch, progress.batch)).detach() * len(batch)
@@ -134,7 +131,7 @@ def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         if run.ema is not None:
             run.ema.update(run.model, progress.updates)
         signum = stop.poll()
-        if signum or math.isnan(loss) or progress.updates % check_every == 0 or progress.batch == len(run.data.train):
+        if signum or math.isnan(loss) or progress.updates % check_every == 0 or progress.batch == batches:
             add_losses(run, losses)
             run.upload.collect()
             loss = progress.loss_sum / progress.examples
@@ -142,7 +139,7 @@ def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
             log_record(accelerator, {"updates": progress.updates, "lr": lr, "train_loss": loss})
         if signum:
             break
-        if options.save_every and progress.updates % options.save_every == 0 and progress.batch < len(run.data.train):
+        if options.save_every and progress.updates % options.save_every == 0 and progress.batch < batches:
             progress.seconds = before + time.perf_counter() - began
             add_losses(run, losses)
             save_state(run)
@@ -207,6 +204,13 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     save_state(run)
     run.display.end_epoch(record, progress.best_score)
     return 0
+
+
+def _report_unreadable(run: Run) -> None:
+    """Print, and write into the run's folder, which images could not be read, each of them once."""
+    found = gather_unreadable(run.data)
+    for split, names in call_on_main(run.accelerator, lambda: run.folder.note_unreadable(found)).items():
+        run.display.console.print(f"Note: {describe_unreadable(split, names)}.")
 
 
 def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:

@@ -28,7 +28,7 @@ from revzoo.spec.names import (
     require_checkpoint,
 )
 from revzoo.spec.schema import TextInput
-from revzoo.training.evaluation import Scores, evaluate
+from revzoo.training.evaluation import Scores, describe_unreadable, evaluate, gather_unreadable
 from revzoo.training.options import Recipe
 from revzoo.training.origin import compare_examples
 from revzoo.training.preprocessing import adopt_preprocessing
@@ -66,6 +66,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
         )
     if (tokenizer := checkpoint.parent / TOKENIZER).is_file():  # the run's own copy; an override follows it
         overrides = [_set("data.text.tokenizer", tokenizer), *overrides]
+    overrides = ["data.limit=null", *overrides]  # that of the training is not meant
     with TemporaryDirectory() as folder:
         for name, key in (("spec.yaml", "revzoo.spec"), ("config.yaml", "revzoo.recipe")):
             (Path(folder) / name).write_text(texts[key], encoding="utf-8")
@@ -171,7 +172,9 @@ def _load_and_evaluate(recipe: Recipe, source: str, trained_on: str | None = Non
             f"{len(data.class_names)} classes: {join_names(data.class_names)}. Evaluate it on data with the same classes."
         )
     scores = evaluate(model, accelerator.prepare(data.test), accelerator, data.label_noun)
-    return replace(scores, notes=(*data.notes, *_compare_examples(trained_on, data)))
+    unreadable = gather_unreadable(data)["test"]
+    left_out = [describe_unreadable("test", unreadable)] if unreadable else []
+    return replace(scores, notes=(*data.notes, *left_out, *_compare_examples(trained_on, data)))
 
 
 def _compare_examples(trained_on: str | None, data: Data) -> list[str]:

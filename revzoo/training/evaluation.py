@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from revzoo.data.base import IGNORED
+from revzoo.data.base import IGNORED, Data
+from revzoo.errors import join_names
 from revzoo.format import count_noun, format_bits
 from revzoo.metric import METRICS
 
@@ -63,6 +65,18 @@ def evaluate(
     loss, count, *totals = sums.tolist()
     metrics = {metric.key: 100.0 * total / count for metric, total in zip(METRICS, totals, strict=True)}
     return Scores(metrics, loss / count, int(count), label_noun)
+
+
+def gather_unreadable(data: Data) -> dict[str, list[str]]:
+    """Return for each split what could not be read so far, in any process; all processes call this together."""
+    [first, *others] = gather_object([data.list_unreadable()])
+    return {split: sorted({*names, *(name for each in others for name in each[split])}) for split, names in first.items()}
+
+
+def describe_unreadable(split: str, names: list[str]) -> str:
+    """Return in words which images of a split could not be read."""
+    consequence = "left out" if split == "test" else "others take their places"
+    return f"{split} images that cannot be read, {consequence}: {len(names)} ({join_names(names, most=8)})"
 
 
 def _sum_scores(model: nn.Module, batch: Tensor, labels: Tensor, accelerator: Accelerator) -> Tensor:

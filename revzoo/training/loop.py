@@ -11,21 +11,24 @@ the current update is finished and a state is saved; a killed run resumes from i
 
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 from accelerate import Accelerator
 
 from revzoo.display.console import show_status
 from revzoo.display.tables.memory import MemoryTable
-from revzoo.errors import InputError, MissingValueError
+from revzoo.errors import InputError, MissingValueError, quote
 from revzoo.format import count_noun
 from revzoo.planning.plan import Plan
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import find_differences
 from revzoo.training.epochs import Summary, train_epochs
 from revzoo.training.gradient_check import describe_gradients
+from revzoo.training.interrupt import Interrupted
 from revzoo.training.memory import describe_memory, explain_lack_of_memory
 from revzoo.training.options import Recipe
 from revzoo.training.origin import check_changes, needs_new_plan
@@ -43,13 +46,14 @@ from revzoo.training.terminal import send_output_to
 _RUNS = Path("runs")  # where folders are made that the user has not named
 
 
-def train(recipe: Recipe, out: Path | None = None) -> Summary:
+def train(recipe: Recipe, out: Path | None = None, *, is_kept: bool = True) -> Summary:
     """Train from the beginning.
 
     Args:
         recipe: what to train, on which data, how.
         out: folder of the run, new or empty; None: runs/<recipe>, with a number appended if that exists. Where torchrun has
             started its processes again, a run by the same recipe in this folder goes on.
+        is_kept: whether the folder stays, so that the last lines say what can be done with it.
 
     Raises:
         InputError: torchrun is to start the processes again, and no folder is named.
@@ -79,8 +83,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         save_state(run)
         run.upload.wait()
         call_on_main(accelerator, lambda: folder.write(run.describe()))  # now there is a run that can be resumed
-        with explain_lack_of_memory(run):
-            return train_epochs(run)
+        return _train_to_the_end(run, is_kept=is_kept)
 
 
 def preview(recipe: Recipe) -> None:
@@ -103,6 +106,18 @@ def preview(recipe: Recipe) -> None:
         _print_plan(run, plan)
         _verify_gradients(run)
         run.display.console.print("Dry run: nothing was trained, and nothing is written.")
+
+
+def try_out(recipe: Recipe) -> None:
+    """Train by a recipe, in a temporary folder that goes when it ends; raises as `train` does."""
+    accelerator = make_accelerator(follow_launcher(recipe))
+    with ExitStack() as kept:
+        folder = call_on_main(accelerator, lambda: kept.enter_context(tempfile.TemporaryDirectory()))
+        try:
+            train(recipe, Path(folder, "run"), is_kept=False)
+        except Interrupted as caught:
+            caught.args = ("Stopped. Nothing is kept.",)
+            raise
 
 
 def _was_begun(recipe: Recipe, out: Path) -> bool:
@@ -212,7 +227,7 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
         run = _build_run(recipe, folder, accelerator, resumed=True)
         for line in damage:
             run.display.console.print(line)
-        changes = check_changes(run_folder, run.origin, run.recipe, run.progress.epoch, typed, accept_changes)
+        changes = check_changes(run_folder, run.origin, run.recipe, run.progress, typed, accept_changes)
         load_state(run)
         _print_start(run)
         progress, processes = run.progress, accelerator.num_processes
@@ -233,8 +248,24 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
                 run.display.console.print(f"Changed: {path}: {words}.")
             call_on_main(accelerator, lambda: run_folder.write({RECIPE: run.recipe.to_yaml()}))
             save_state(run)
-        with explain_lack_of_memory(run):
-            return train_epochs(run)
+        return _train_to_the_end(run)
+
+
+def _train_to_the_end(run: Run, *, is_kept: bool = True) -> Summary:
+    began = time.perf_counter()
+    with explain_lack_of_memory(run):
+        summary = train_epochs(run)
+    end = f"{summary}\n{_describe_end(run, time.perf_counter() - began)}"
+    run.display.console.print(end if is_kept else "It works: trained, evaluated and saved. Nothing is kept of it.")
+    return summary
+
+
+def _describe_end(run: Run, seconds: float) -> str:
+    """Return how long training took, and what to type next."""
+    folder, is_classifier = quote(run.folder.path), run.data.num_classes is not None
+    predict = f"revzoo predict {folder} FILES, " if is_classifier else ""
+    took = timedelta(seconds=round(seconds))
+    return f"{took} in all. Next: revzoo eval {folder}, {predict}revzoo export {folder} --onnx FILE"
 
 
 def _verify_gradients(run: Run) -> None:

@@ -77,28 +77,32 @@ def make_recipe_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 
 def make_scheduler(recipe: Recipe, optimizer: Optimizer, updates_per_epoch: int) -> Any:
-    """Return timm's schedule of the learning rate, to be stepped once per update."""
-    options = recipe.schedule
-    decay = {"decay_epochs": options.decay_epochs, "decay_rate": options.decay_rate}
+    """Return timm's schedule of the learning rate, to be stepped once per update.
+
+    Every number of epochs is given as one of updates, because `train.max_updates` may end training within an epoch.
+    """
+    options, decay_epochs = recipe.schedule, recipe.schedule.decay_epochs
+    decay = {"decay_epochs": decay_epochs and decay_epochs * updates_per_epoch, "decay_rate": options.decay_rate}
     name = options.sched
     if name == "constant":  # which timm has since 1.0.30, and makes of the same steps
         name, decay = "step", {"decay_epochs": 1, "decay_rate": 1.0}
     starts_after_warm_up = options.warmup_prefix or name == "linear"
     if name == "linear":
         name, decay = "poly", {"decay_rate": 1.0}
-    epochs = recipe.train.epochs - (options.warmup_epochs if starts_after_warm_up else 0)
+    warm_up = options.warmup_epochs * updates_per_epoch
+    updates = recipe.train.count_updates(updates_per_epoch) - (warm_up if starts_after_warm_up else 0)
     arguments: dict[str, Any] = {key: value for key, value in decay.items() if value is not None}
     scheduler, _ = create_scheduler_v2(
         optimizer,
         name,
-        num_epochs=epochs,
-        warmup_epochs=options.warmup_epochs,
+        num_epochs=max(1, updates),  # which may all be of the warm-up
+        warmup_epochs=warm_up,
         warmup_prefix=starts_after_warm_up,
         warmup_lr=options.warmup_lr,
         min_lr=options.min_lr,
-        decay_milestones=list(options.decay_milestones),
+        decay_milestones=[milestone * updates_per_epoch for milestone in options.decay_milestones],
         step_on_epochs=False,
-        updates_per_epoch=updates_per_epoch,
+        updates_per_epoch=1,
         **arguments,
     )
     return scheduler

@@ -103,7 +103,7 @@ class ScheduleOptions:
 
     `linear` falls in a straight line from the end of the warm-up to `min_lr`. With `warmup_prefix` the other schedules begin at
     the end of the warm-up too, and milestones count from there; without it the warm-up hides their first epochs. All of them
-    end with the last epoch.
+    end where training ends.
 
     Args:
         sched: how the learning rate falls after the warm-up.
@@ -164,6 +164,7 @@ class TrainOptions:
 
     Args:
         epochs: number of epochs.
+        max_updates: updates after which training ends, also in the middle of an epoch; None: it trains all epochs.
         accumulate: batches per optimizer update.
         clip_grad: largest norm of the gradient; None: no clipping.
         label_smoothing: probability mass that is spread over all classes.
@@ -189,6 +190,7 @@ class TrainOptions:
     """
 
     epochs: PositiveInt
+    max_updates: PositiveInt | None = None
     accumulate: PositiveInt = 1
     clip_grad: PositiveFloat | None = None
     label_smoothing: Rate = 0.0
@@ -208,6 +210,10 @@ class TrainOptions:
     timeout_seconds: PositiveFloat | None = None
     shard: Shard = "none"
     offload: bool = False
+
+    def count_updates(self, per_epoch: int) -> int:
+        """Return the number of updates of the whole training, with `per_epoch` in each epoch."""
+        return min(self.epochs * per_epoch, self.max_updates or self.epochs * per_epoch)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from revzoo.spec import Spec
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import find_differences
 from revzoo.training.options import Recipe
-from revzoo.training.run_folder import RunFolder
+from revzoo.training.run_folder import Progress, RunFolder
 
 ORIGIN = "origin.json"
 T = TypeVar("T")
@@ -130,7 +130,7 @@ def _compare_names(before: list[str], now: list[str]) -> str:
 # What can change between two updates and then does what it says. Everything else has no effect in a resumed run, as the weights
 # to start from, or contradicts what was done before, as another optimizer or batch size.
 _CHANGEABLE = (
-    *("data.augment", "data.num_workers", "data.root", "data.shift", "data.text.tokenizer"),
+    *("data.augment", "data.num_workers", "data.root", "data.shift", "data.text.tokenizer", "data.unreadable"),
     *("memory", "mixup", "model.exact", "model.schedule", "train"),
 )
 _FIXED = ("train.accumulate", "train.freeze", "train.seed")
@@ -139,11 +139,11 @@ _PLANNED = (
     *("memory", "mixup", "model.exact", "train.mixed_precision"),
     *("train.offload", "train.optimizer_in_backward", "train.shard"),
 )
-_WITHOUT_END = ("constant", "step", "multistep")  # schedules that do not depend on the number of epochs
+_WITHOUT_END = ("constant", "step", "multistep")  # schedules that do not depend on where a run ends
 
 
 def check_changes(
-    folder: RunFolder, now: Origin, recipe: Recipe, done: int, typed: Iterable[str], accept: bool
+    folder: RunFolder, now: Origin, recipe: Recipe, progress: Progress, typed: Iterable[str], accept: bool
 ) -> dict[str, str]:
     """Return what has changed since a run was started, if it can go on like this: by path, in words.
 
@@ -151,7 +151,7 @@ def check_changes(
         folder: of the run; its newest state says what it was started with.
         now: what it is made of now.
         recipe: the recipe now.
-        done: epochs that are done.
+        progress: what is done.
         typed: paths of the recipe that the user has just set, which accepts their changes.
         accept: accept every change that makes sense.
 
@@ -166,11 +166,12 @@ def check_changes(
         _refuse(
             folder, lines, f"A resumed run cannot change {join_names(impossible, most=6)}. Put that back, or start a new run."
         )
-    if recipe.train.epochs < done:
-        _refuse(folder, lines, f"{done} epochs are done. Use train.epochs={done} or more.")
-    if "train.epochs" in changes and (reason := _find_end(recipe)) and not accept:
+    for name, done in (("epochs", progress.epoch), ("max_updates", progress.updates)):
+        if (getattr(recipe.train, name) or done) < done:
+            _refuse(folder, lines, f"{done} {name.removeprefix('max_')} are done. Use train.{name}={done} or more.")
+    if {"train.epochs", "train.max_updates"} & changes.keys() and (reason := _find_end(recipe)) and not accept:
         remedy = f"Accept the jump with --accept-changes, or start a new run{folder.say_from_weights()}."
-        _refuse(folder, lines, f"{reason} reaches its end in the last epoch, so it would jump. {remedy}")
+        _refuse(folder, lines, f"{reason} reaches its end with the run, so it would jump. {remedy}")
     if not accept and any(not _is_within(path, typed) for path in changes):
         _refuse(folder, lines, "Put it back, or accept it with --accept-changes.")
     return changes
@@ -186,7 +187,7 @@ def _refuse(folder: RunFolder, lines: list[str], remedy: str) -> NoReturn:
 
 
 def _find_end(recipe: Recipe) -> str:
-    """Return in words which schedule depends on the number of epochs, or an empty string."""
+    """Return in words which schedule depends on where the run ends, or an empty string."""
     if recipe.coupling is not None:
         return "The schedule of the coupling"
     return "" if recipe.schedule.sched in _WITHOUT_END else f"schedule.sched={recipe.schedule.sched}"

@@ -14,12 +14,12 @@ from revzoo.training.options import MODEL_NAME_ALLOWED, TO_BE_NAMED, Recipe
 
 # Options of `data` that a data set does not read; those that are not listed read all but `shift`, `text` and `image`.
 _UNREAD_BY_DATA = {
-    "digits": {"root", "augment", "text", "image"},
+    "digits": {"root", "augment", "text", "image", "unreadable"},
     "wds": {"shift", "text"},
     "hfds": {"shift", "text"},
-    "characters": {"shift", "augment", "text", "image"},
-    "text_classification": {"shift", "augment", "image"},
-    "masked_lm": {"shift", "augment", "image"},
+    "characters": {"shift", "augment", "text", "image", "unreadable"},
+    "text_classification": {"shift", "augment", "image", "unreadable"},
+    "masked_lm": {"shift", "augment", "image", "unreadable"},
 }
 # Options of `schedule`, besides warm-up, that a learning-rate schedule reads.
 _READ_BY_SCHEDULE = {

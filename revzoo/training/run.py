@@ -89,6 +89,13 @@ class Run:
         """The model whose weights are evaluated and saved: the running average where there is one."""
         return self.model if self.ema is None else self.ema.module
 
+    def count_batches(self) -> int:
+        """Return up to which batch the epoch is trained that is about to begin or to go on: `train.max_updates` may end it."""
+        train, progress = self.recipe.train, self.progress
+        if train.max_updates is None:
+            return len(self.data.train)
+        return min(len(self.data.train), progress.batch + (train.max_updates - progress.updates) * train.accumulate)
+
     @property
     def batch_size(self) -> int:
         """Examples of a batch in this process."""

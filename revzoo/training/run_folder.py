@@ -9,7 +9,7 @@ plan.json          the plan, for a recipe with a memory budget
 tensorboard/       events of TensorBoard, for a recipe that tracks them
 state/EPOCH-BATCH/ everything needed to resume from there
 state/lock         locked by the process that works in the folder
-log/               what processes but the first have to say
+log/               what processes but the first have to say; unreadable.txt: images that could not be read
 """
 
 import hashlib
@@ -285,6 +285,18 @@ class RunFolder:
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, allow_nan=False) + "\n")
             sync(self.metrics)
+
+    def note_unreadable(self, names: dict[str, list[str]]) -> dict[str, list[str]]:
+        """Write names of what could not be read, by split; return those that had not been written before."""
+        file = self.logs / "unreadable.txt"
+        known = set(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else set()
+        new = {split: fresh for split, all in names.items() if (fresh := [name for name in all if name not in known])}
+        if new:
+            with self.saving():
+                self.logs.mkdir(exist_ok=True)
+                with file.open("a", encoding="utf-8") as stream:
+                    stream.writelines(f"{name}\n" for fresh in new.values() for name in fresh)
+        return new
 
     def drop_records_after(self, epoch: int) -> None:
         """Drop the metrics of epochs after `epoch`, which a resumed run does again.

@@ -85,7 +85,14 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
         for loader in (data.train, data.test)
     )
     updates_per_epoch = math.ceil(len(data.train) / options.accumulate)  # the last one may take fewer batches
-    coupling = make_coupling_schedule(recipe, model, options.epochs * updates_per_epoch)
+    updates = options.count_updates(updates_per_epoch)
+    epochs, batches = (
+        math.ceil(updates / updates_per_epoch),
+        min(options.epochs * len(data.train), updates * options.accumulate),
+    )
+    if options.max_updates is not None and recipe.schedule.warmup_epochs * updates_per_epoch >= updates:
+        notes.append(f"schedule.warmup_epochs={recipe.schedule.warmup_epochs} lasts all of the {updates} updates")
+    coupling = make_coupling_schedule(recipe, model, updates)
     if coupling is not None:  # the spec that is saved has the coupling of the first update
         coupling.apply(0, model)
     run = Run(
@@ -103,7 +110,7 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
         coupling=coupling,
         progress=progress,
         origin=origin,
-        display=TrainingDisplay(accelerator.is_main_process, options.epochs, data, options.log_every),
+        display=TrainingDisplay(accelerator.is_main_process, epochs, batches, data, options.log_every),
         upload=Upload(accelerator, run_folder, options),
         notes=[*prepared_as, *notes],
     )

@@ -102,11 +102,21 @@ def test_links_are_followed_and_loops_are_not(image_folder, tmp_path):
     assert found.skipped == {"without suffix": 1}  # the link to itself
 
 
+def test_photos_of_phones_name_the_package_that_reads_them(image_folder, load, refused, monkeypatch):
+    monkeypatch.setattr("revzoo.data.image_folders.list_suffixes", lambda: (".jpg", ".png"))  # also where it is installed
+    (image_folder / "train/cat/0.HEIC").write_bytes(b"")
+    remedy = "; .heic is read after python -m pip install pillow-heif"
+    assert load(image_folder).notes == [f"skipped in {image_folder}/train: 1 .heic{remedy}"]
+    for path in (image_folder / "train/cat").glob("*.png"):
+        path.unlink()
+    assert refused(image_folder).endswith(f"Images end with .jpg, .png{remedy}.")
+
+
 def test_a_link_to_nowhere_is_a_broken_image(image_folder, load):
     (image_folder / "train" / "cat" / "0.png").unlink()
     (image_folder / "train" / "cat" / "0.png").symlink_to("nowhere.png")
     with pytest.raises(DataError, match=r"The image .*/cat/0\.png cannot be read"):
-        list(load(image_folder).train)
+        list(load(image_folder, unreadable="stop").train)
 
 
 @pytest.mark.parametrize("target", ["gone/dog", "dog"])

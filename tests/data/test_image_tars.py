@@ -130,4 +130,4 @@ def test_broken_images_are_named_with_their_tar(tar_folder, image_folder, write_
     tar = tar_folder / "animals-train-0001.tar"
     write_tar(tar, {"cat/3.png": b"no image", "cat/3.cls": b"cat", "dog/0.png": picture(image_folder), "dog/0.cls": b"dog"})
     with pytest.raises(BrokenExampleError, match=rf"^The image cat/3 of {tar} cannot be read \(cannot identify image file"):
-        epoch(load(tar_folder, batch_size=7), 0)
+        epoch(load(tar_folder, batch_size=7, unreadable="stop"), 0)

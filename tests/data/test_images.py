@@ -12,6 +12,7 @@ from PIL import Image
 from torch._utils import ExceptionWrapper
 from torchvision.datasets import CIFAR10
 
+from revzoo.data.base import IGNORED
 from revzoo.data.loading import load_data
 from revzoo.data.options import AugmentOptions, DataOptions
 from revzoo.errors import DataError
@@ -231,16 +232,47 @@ def damage(image_folder, split, content):
 @pytest.mark.parametrize(("split", "content"), [("train", b"no image"), ("val", None)])
 def test_broken_images_are_named(image_folder, split, content):
     path = damage(image_folder, split, content)
-    data = load_data(images(image_folder), GREY, 0)
+    data = load_data(images(image_folder, unreadable="stop"), GREY, 0)
     with pytest.raises(DataError) as caught:
         list(data.train if split == "train" else data.test)
     assert str(caught.value).startswith(f"The image {path} cannot be read (")
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_next_image_takes_the_place_of_a_broken_one(image_folder, epoch, workers):
+    """All others stay as they are, bit for bit."""
+    options = images(image_folder, num_workers=workers, batch_size=1)
+    sound, broken = ([], []), ([], [])
+    for batches in (sound, broken):
+        data = load_data(options, GREY, 0)
+        for number in range(2):
+            batches[number].extend(epoch(data, number))
+        path = damage(image_folder, "train", b"no image")
+    assert data.list_unreadable() == {"training": [str(path)], "test": []}
+    for before, after in zip(sound, broken, strict=True):
+        different = [i for i in range(8) if not torch.equal(before[i][0], after[i][0])]
+        assert len(different) == 1
+        assert [label.item() for _, label in before] == [label.item() for _, label in after]  # the next is a cat, too
+
+
+def test_a_broken_image_is_left_out_of_an_evaluation(image_folder):
+    path = damage(image_folder, "val", None)
+    data = load_data(images(image_folder), GREY, 0)
+    assert torch.cat([labels for _, labels in data.test]).tolist() == [0, 0, IGNORED, 0, 1, 1, 1, 1]
+    assert data.list_unreadable() == {"training": [], "test": [str(path)]}
+
+
+def test_nothing_but_broken_images_is_an_error(image_folder, epoch):
+    for path in image_folder.glob("train/*/*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match="cannot be read"):
+        epoch(load_data(images(image_folder), GREY, 0), 0)
+
+
 def test_a_broken_image_in_a_loader_process_is_named_without_a_traceback(image_folder):
     """A worker hands an error on in an `ExceptionWrapper`, whose message is the traceback; here without the process."""
     path = damage(image_folder, "train", b"")
-    data = load_data(images(image_folder), GREY, 0)
+    data = load_data(images(image_folder, unreadable="stop"), GREY, 0)
     try:
         data.train.dataset[2]
     except DataError:

@@ -147,13 +147,14 @@ def test_what_is_imported_is_declared():
     with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["text"], *extras["onnx"]]
+    lines = [*project["dependencies"], *extras["text"], *extras["onnx"], *extras["heif"]]
     declared = {re.match(r"[\w-]+", line)[0] for line in lines}
     used = {name.split(".")[0] for path in (*MODULES.values(), Path(zoo_cli.__file__)) for name in imported(path)}
     used -= set(sys.stdlib_module_names) | {"revzoo", "zoo_cli"}
     used |= {"onnx", "onnxscript"}  # by torch.onnx
     used.remove("transformers")  # who has a folder of a Transformers model to plan has it
-    assert {{"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}.get(name, name) for name in used} == declared
+    published = {"PIL": "pillow", "pillow_heif": "pillow-heif", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+    assert {published.get(name, name) for name in used} == declared
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_a_finished_run_is_extended(tmp_path):
 
 def test_a_schedule_that_ended_is_not_extended_silently(copied):
     message = (
-        r"train.epochs: 1 at the start, 2 now\nschedule.sched=cosine reaches its end in the last epoch, so it would jump. "
+        r"train.epochs: 1 at the start, 2 now\nschedule.sched=cosine reaches its end with the run, so it would jump. "
         r"Accept the jump with --accept-changes, or start a new run from the weights after the last epoch: revzoo train "
         r".*config.yaml model.checkpoint=.*last.safetensors\.$"
     )
