@@ -1,7 +1,7 @@
 """Metrics and loss on a data set. Each example counts exactly once, however many processes share the work."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
@@ -22,6 +22,7 @@ class Scores:
         count: number of labels.
         label_noun: what one label belongs to: "images", "texts", "tokens" or "bytes".
         notes: remarks on the data, such as which files were skipped.
+        num_outputs: of the model; a metric that cannot be below 100 % for so few is not printed. None: all are.
     """
 
     metrics: Mapping[str, float]
@@ -29,11 +30,13 @@ class Scores:
     count: int
     label_noun: str = "images"
     notes: tuple[str, ...] = ()
+    num_outputs: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         loss = f"loss {self.loss:.4f}{format_bits(self.loss, self.label_noun, prefix=', ')}"
         labels = count_noun(self.count, self.label_noun.removesuffix("s"))
-        metrics = ", ".join(f"{metric.label} {metric.format(self.metrics[metric.key])}" for metric in METRICS)
+        shown = [metric for metric in METRICS if self.num_outputs is None or self.num_outputs > metric.trivial_outputs]
+        metrics = ", ".join(f"{metric.label} {metric.format(self.metrics[metric.key])}" for metric in shown)
         return f"{metrics}, {loss} on {labels}"
 
 
@@ -57,18 +60,18 @@ def evaluate(
     sums = torch.zeros(2 + len(METRICS), dtype=torch.float64)
     try:
         for batch, labels in loader:
-            sums += _sum_scores(model, batch, labels, accelerator)
+            with accelerator.autocast():
+                logits = model(batch).float()
+            sums += _sum_scores(logits, labels, accelerator)
     finally:
         model.train(training)
     loss, count, *totals = sums.tolist()
     metrics = {metric.key: 100.0 * total / count for metric, total in zip(METRICS, totals, strict=True)}
-    return Scores(metrics, loss / count, int(count), label_noun)
+    return Scores(metrics, loss / count, int(count), label_noun, num_outputs=logits.shape[-1])
 
 
-def _sum_scores(model: nn.Module, batch: Tensor, labels: Tensor, accelerator: Accelerator) -> Tensor:
+def _sum_scores(logits: Tensor, labels: Tensor, accelerator: Accelerator) -> Tensor:
     """Return loss, count and metrics, each summed over a batch of every process."""
-    with accelerator.autocast():
-        logits = model(batch).float()
     losses = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORED)
     counted = labels != IGNORED
     parts = losses.view_as(labels), counted, *(metric.measure(logits, labels) * counted for metric in METRICS)

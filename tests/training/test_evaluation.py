@@ -33,6 +33,12 @@ def test_scores_by_hand():
     assert str(Scores({"top1": 0.0, "top5": 0.0}, 0.5, 1)).endswith("loss 0.5000 on 1 image")
 
 
+def test_five_of_five_classes_are_no_news():
+    scores = evaluate(nn.Identity(), [(torch.eye(5), torch.zeros(5, dtype=torch.int64))], Accelerator())
+    assert scores.metrics == {"top1": 20.0, "top5": 100.0}  # as metrics.jsonl has them
+    assert str(scores).startswith("top-1 20.00 %, loss ")
+
+
 def test_what_training_saved(whole, tmp_path):
     records = read_records(whole)
     best = max(records, key=lambda record: record["top1"])
