@@ -78,13 +78,18 @@ class Examples(Dataset[tuple[Tensor, Any]], ABC):
     def list_contents(self) -> Iterable[bytes]:
         """Return what tells these examples from others, in their order: names of files, or the examples themselves."""
 
+    def name_example(self, index: int) -> str:
+        """Return the file or the row of an example, for people to find it; its number, from 0, where there is neither."""
+        return f"example {index}"
+
 
 class Data:
     """Loaders of (images, labels) or (ids, labels), `train` for training and `test` for evaluation.
 
     Labels are classes (B,), or for a language model the ids (B, N) to predict, IGNORED at positions where there is none.
     What `Examples` say of themselves is here, too: `notes` of both, `data_config` and `is_held_out` of the test examples, and
-    the rest of the training examples (their `noun` as `example_noun`, their `labels` as `train_labels`).
+    the rest of the training examples (their `noun` as `example_noun`, their `labels` as `train_labels`). `name_example`
+    names an example for testing.
 
     Args:
         train: examples for training; an incomplete last batch of all processes is left out.
@@ -100,6 +105,7 @@ class Data:
         self.train_labels = train.labels
         self.data_config, self.is_held_out = dict(test.data_config), test.is_held_out
         self.notes = [*train.notes, *test.notes]
+        self.name_example = test.name_example
         self.num_train, self.num_test = len(train), len(test)
         self._examples, self._test_examples = train, test
         self._sampler = EpochSampler(len(train), seed, options.batch_size, processes)

@@ -20,7 +20,7 @@ from revzoo.data.image_folders import open_folders
 from revzoo.data.image_tars import open_tars
 from revzoo.data.options import SPLITS, AugmentOptions, DataOptions
 from revzoo.data.random import seeded
-from revzoo.data.stored_images import ImageSplits, StoredImages
+from revzoo.data.stored_images import ImageSplits, StoredImages, make_printable
 from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput
 
@@ -91,6 +91,12 @@ class Images(Examples):
         if isinstance(self.source, StoredImages):
             return self.source.list_contents()
         return [repr(self.source.classes).encode()]
+
+    def name_example(self, index: int) -> str:
+        """Return the file of an image, or where it is in its tar or data set."""
+        if not isinstance(self.source, StoredImages):
+            return super().name_example(index)
+        return make_printable(self.source.name(index).removeprefix("in "))
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         with seeded(self.seed, self.epoch, index):

@@ -171,7 +171,10 @@ def _load_and_evaluate(recipe: Recipe, source: str, trained_on: str | None = Non
             f"{len(data.class_names)} classes: {join_names(data.class_names)}. Evaluate it on data with the same classes."
         )
     scores = evaluate(model, accelerator.prepare(data.test), accelerator, data.label_noun)
-    return replace(scores, notes=(*data.notes, *_compare_examples(trained_on, data)))
+    classes = scores.classes
+    if classes is not None and data.class_names is not None:
+        classes = replace(classes, class_names=data.class_names, name_example=data.name_example)
+    return replace(scores, notes=(*data.notes, *_compare_examples(trained_on, data)), classes=classes)
 
 
 def _compare_examples(trained_on: str | None, data: Data) -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from revzoo.data.base import IGNORED
 from revzoo.format import count_noun, format_bits
 from revzoo.metric import METRICS
+from revzoo.training.class_report import ClassReport
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Scores:
         label_noun: what one label belongs to: "images", "texts", "tokens" or "bytes".
         notes: remarks on the data, such as which files were skipped.
         num_outputs: of the model; a metric that cannot be below 100 % for so few is not printed. None: all are.
+        classes: of a classifier, what it gets right and wrong; its classes and examples have numbers for names.
     """
 
     metrics: Mapping[str, float]
@@ -31,6 +33,7 @@ class Scores:
     label_noun: str = "images"
     notes: tuple[str, ...] = ()
     num_outputs: int | None = field(default=None, compare=False)
+    classes: ClassReport | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         loss = f"loss {self.loss:.4f}{format_bits(self.loss, self.label_noun, prefix=', ')}"
@@ -57,27 +60,39 @@ def evaluate(
     """
     training = model.training
     model.eval()
-    sums = torch.zeros(2 + len(METRICS), dtype=torch.float64)
+    rows = list[Tensor]()
     try:
         for batch, labels in loader:
             with accelerator.autocast():
                 logits = model(batch).float()
-            sums += _sum_scores(logits, labels, accelerator)
+            rows.append(_gather(_measure(logits, labels), accelerator))
     finally:
         model.train(training)
-    loss, count, *totals = sums.tolist()
+    examples, outputs = torch.cat(rows), logits.shape[-1]
+    loss, count, *totals = examples[:, : 2 + len(METRICS)].sum(0).tolist()
     metrics = {metric.key: 100.0 * total / count for metric, total in zip(METRICS, totals, strict=True)}
-    return Scores(metrics, loss / count, int(count), label_noun, num_outputs=logits.shape[-1])
+    classes = ClassReport(examples[:, -3:], [*map(str, range(outputs))], str) if labels.dim() == 1 else None
+    return Scores(metrics, loss / count, int(count), label_noun, num_outputs=outputs, classes=classes)
 
 
-def _sum_scores(logits: Tensor, labels: Tensor, accelerator: Accelerator) -> Tensor:
-    """Return loss, count and metrics, each summed over a batch of every process."""
+def _measure(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return for each example loss, count and metrics, each summed over its labels; of one label also what is guessed.
+
+    Summed before gathering, because the lengths of batches of texts differ between processes.
+    """
     losses = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORED)
     counted = labels != IGNORED
     parts = losses.view_as(labels), counted, *(metric.measure(logits, labels) * counted for metric in METRICS)
-    # Summed for each example before gathering, because the lengths of batches of texts differ between processes.
-    rows = torch.stack([part.double().view(len(labels), -1).sum(1) for part in parts], 1)
+    columns = [part.double().view(len(labels), -1).sum(1) for part in parts]
+    if labels.dim() == 1:
+        probabilities, guesses = logits.softmax(-1).max(-1)
+        columns += [labels.double(), guesses.double(), probabilities.double()]
+    return torch.stack(columns, 1)
+
+
+def _gather(rows: Tensor, accelerator: Accelerator) -> Tensor:
+    """Return the rows of a batch of every process, in the order of the data set."""
     gathered: Tensor = accelerator.gather(rows)
     state = accelerator.gradient_state  # which knows how many examples fill up the last batch
     remainder = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-    return gathered[:remainder].sum(0).cpu()
+    return gathered[:remainder].cpu()

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from revzoo.data.base import BrokenExampleError
 from revzoo.data.image_folders import list_images
 from revzoo.data.options import TABLES, TEXT_FILES
-from revzoo.data.stored_images import list_suffixes
+from revzoo.data.stored_images import list_suffixes, make_printable
 from revzoo.data.text_tables import read_lines
 from revzoo.data.transform import transform
 from revzoo.errors import InputError, RevzooError, join_names, quote
@@ -85,12 +85,7 @@ def list_inputs(model: Model, files: Iterable[Path], column: str | None = None) 
             what = "Texts are in tables or text files, a text in each line" if is_text else "Name images or folders of them"
             raise InputError(f"There is no file {str(file)[:300]}.{find_beside(str(file))} {what}.")
         inputs += _list_texts(file, column or "text") if is_text else _list_images(file, model.spec.name)
-    return [(_make_printable(name), example) for name, example in inputs]
-
-
-def _make_printable(name: str) -> str:
-    """Return a file's name as it is, or with an escape for each byte that is not UTF-8."""
-    return os.fsencode(name).decode(errors="backslashreplace")
+    return [(make_printable(name), example) for name, example in inputs]
 
 
 def _list_texts(file: Path, column: str) -> Iterator[tuple[str, str]]:
