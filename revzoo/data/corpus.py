@@ -108,13 +108,13 @@ def read_utf8(file: Path) -> bytes:
 def require_utf8(content: bytes, source: str) -> bytes:
     """Return the bytes of a text; arguments and errors as in `read_utf8`, which may be of what is no file."""
     if not content.strip():
-        raise DataError(f"{source} is empty. Remove it, or name another file of texts.")
+        raise DataError(f"{source} is empty. It should hold texts: name another file.")
     try:
         codecs.getincrementaldecoder("utf-8")().decode(content)
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise DataError(
-            f"{source} is no text in UTF-8: line {line}, byte {error.start} of the file. Name a text file, or convert it: "
+            f"{source} is no text in UTF-8: line {line}, byte {error.start} of the whole. Name a text file, or convert it: "
             "iconv -f latin1 -t utf-8."
         ) from error
     return content

@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
-from revzoo.display.tables.base import fill, make_table
+from revzoo.display.tables.base import DottedName, fill, make_table
 
 _SCORES = ("precision", "recall", "f1")
 
@@ -18,7 +17,7 @@ def tabulate_classes(classes: Sequence[Mapping[str, Any]], mean: Mapping[str, fl
         classes: `class`, `examples` and scores (0 to 1) of each; None where a class has no such score.
         mean: of the scores.
     """
-    rows = [(escape(row["class"]), f"{row['examples']:,}", *map(_format, map(row.get, _SCORES))) for row in classes]
+    rows = [(DottedName(row["class"]), f"{row['examples']:,}", *map(_format, map(row.get, _SCORES))) for row in classes]
     total = sum(row["examples"] for row in classes)
     rows.append(("mean of the classes", f"{total:,}", *map(_format, map(mean.get, _SCORES))))
     return fill(make_table(), ("class", "examples", *_SCORES), rows)
