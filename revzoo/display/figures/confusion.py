@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
 from revzoo.display.figures.base import new_figure, save
 from revzoo.display.style import BLUE, FAINT, INK
@@ -28,7 +28,8 @@ def plot_confusion(counts: Sequence[Sequence[int]], names: Sequence[str], path: 
     figure.set_layout_engine("constrained")
     axes = figure.subplots()
     shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
-    axes.imshow(shares, cmap=LinearSegmentedColormap.from_list("", ["white", BLUE]), vmin=0, vmax=1)
+    colors = LinearSegmentedColormap.from_list("", ["white", BLUE])
+    axes.imshow(shares, cmap=colors, norm=PowerNorm(0.5, 0, 1))  # the root, so that rare mistakes are seen
     axes.set_xlabel("predicted class", fontsize=9, color=INK)
     axes.set_ylabel("true class", fontsize=9, color=INK)
     axes.tick_params(labelsize=8, color=FAINT)
@@ -38,6 +39,6 @@ def plot_confusion(counts: Sequence[Sequence[int]], names: Sequence[str], path: 
         axes.set_xticks(range(classes), labels, rotation=90, parse_math=False)
         axes.set_yticks(range(classes), labels, parse_math=False)
         for row, column in zip(*matrix.nonzero(), strict=True):
-            color = "white" if shares[row, column] > 0.5 else INK
+            color = "white" if shares[row, column] > 0.25 else INK
             axes.text(column, row, f"{matrix[row, column]}", fontsize=8, ha="center", va="center", color=color)
     save(figure, path)
