@@ -14,11 +14,13 @@ class Metric:
         key: its name in metrics.jsonl.
         label: its name on the screen.
         measure: what each label adds, of logits (..., C) and labels (...); returns (...).
+        trivial_outputs: with so many outputs C, or fewer, it is 100 % and not worth a word.
     """
 
     key: str
     label: str
     measure: Callable[[Tensor, Tensor], Tensor]
+    trivial_outputs: int
 
     def format(self, value: float) -> str:
         """Return a value with its unit."""
@@ -30,5 +32,5 @@ def _count_hits(k: int) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda logits, labels: (logits.topk(min(max(5, k), logits.shape[-1])).indices[..., :k] == labels[..., None]).any(-1)
 
 
-CHOSEN = Metric("top1", "top-1", _count_hits(1))  # by which best weights are chosen, and training ends early
-METRICS = (CHOSEN, Metric("top5", "top-5", _count_hits(5)))
+CHOSEN = Metric("top1", "top-1", _count_hits(1), 1)  # by which best weights are chosen, and training ends early
+METRICS = (CHOSEN, Metric("top5", "top-5", _count_hits(5), 5))

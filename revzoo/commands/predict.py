@@ -27,10 +27,11 @@ def declare(parser: Parser) -> None:
     )
     parser.add_argument(
         "files",
-        nargs="+",
+        nargs="*",
         type=Path,
-        help="images and folders of images; or tables of texts and text files, a text in each line",
+        help="images and folders of images; or tables of texts and text files, a text in each line; - is the standard input",
     )
+    parser.add_argument("--text", action="append", default=[], metavar="TEXT", help="a text itself; may be repeated")
     declare_import(parser)
     parser.add_argument("--top", type=positive_count, default=5, metavar="N", help="classes to print for each (default: 5)")
     parser.add_argument("--batch", type=positive_count, default=32, metavar="N", help="computed together (default: 32)")
@@ -48,13 +49,22 @@ def run(arguments: argparse.Namespace) -> int:
             f"The model comes first, and then the files. Received: {arguments.model}. Type revzoo predict runs/images "
             f"{quote(arguments.model)}, for example."
         )
+    if not (arguments.files or arguments.text):
+        raise InputError(
+            f"Name images, or files of texts, after the model; or type revzoo predict {quote(arguments.model)} --text TEXT."
+        )
     import torch
 
-    from revzoo.training.prediction import list_inputs, load_classifier, predict
+    from revzoo.spec.schema import ImageInput
+    from revzoo.training.prediction import describe_misfit, list_inputs, load_classifier, predict
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_classifier(arguments.model, device)
-    inputs = list_inputs(model, arguments.files, arguments.column)
+    inputs = list_inputs(model, arguments.files, arguments.column, arguments.text)
+    if isinstance(model.spec.input, ImageInput):
+        misfits = ((name, describe_misfit(model.spec.input, file)) for name, file in inputs)
+        if first := next((f"{name} has {misfit}" for name, misfit in misfits if misfit), None):
+            print(f"Note: {first}: its answer means little unless it was trained on such images.", file=sys.stderr)
     broken: list[BrokenExampleError] = []
     predictions = predict(model, inputs, top=arguments.top, batch_size=arguments.batch, on_broken=broken.append)
     try:

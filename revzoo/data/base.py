@@ -82,6 +82,10 @@ class Examples(Dataset[tuple[Tensor, Any]], ABC):
         """Return the names of the examples that were asked for in this process, or in its loaders, and could not be read."""
         return []
 
+    def name_example(self, index: int) -> str:
+        """Return the file or the row of an example, for people to find it; its number, from 0, where there is neither."""
+        return f"example {index}"
+
 
 class Data:
     """Loaders of (images, labels) or (ids, labels), `train` for training and `test` for evaluation.
@@ -89,7 +93,8 @@ class Data:
     Labels are classes (B,), IGNORED for a test image that cannot be read, or for a language model the ids (B, N) to predict,
     IGNORED at positions where there is none.
     What `Examples` say of themselves is here, too: `notes` of both, `data_config` and `is_held_out` of the test examples, and
-    the rest of the training examples (their `noun` as `example_noun`, their `labels` as `train_labels`).
+    the rest of the training examples (their `noun` as `example_noun`, their `labels` as `train_labels`). `name_example`
+    names an example for testing.
 
     Args:
         train: examples for training; an incomplete last batch of all processes is left out.
@@ -108,6 +113,8 @@ class Data:
             self.train_labels = [train.labels[i] for i in chosen.indices]
         self.data_config, self.is_held_out = dict(test.data_config), test.is_held_out
         self.notes = [*train.notes, *test.notes]
+        indices = tested.indices if isinstance(tested, Subset) else range(len(test))
+        self.name_example = lambda place: test.name_example(indices[place])
         self.num_train, self.num_test = len(chosen), len(tested)
         if (self.num_train, self.num_test) != (len(train), len(test)):
             parts = f"{self.num_train:,} of {len(train):,} training and {self.num_test:,} of {len(test):,} test {train.noun}"

@@ -102,15 +102,19 @@ def read_utf8(file: Path) -> bytes:
     """
     if not file.is_file():
         raise DataError(f"There is no file {file}.{find_beside(str(file))} Set data.root to where the texts are.")
-    content = file.read_bytes()
+    return require_utf8(file.read_bytes(), str(file))
+
+
+def require_utf8(content: bytes, source: str) -> bytes:
+    """Return the bytes of a text; arguments and errors as in `read_utf8`, which may be of what is no file."""
     if not content.strip():
-        raise DataError(f"{file} is empty. Remove it, or name another file of texts.")
+        raise DataError(f"{source} is empty. It should hold texts: name another file.")
     try:
         codecs.getincrementaldecoder("utf-8")().decode(content)
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise DataError(
-            f"{file} is no text in UTF-8: line {line}, byte {error.start} of the file. Name a text file, or convert it: iconv "
-            "-f latin1 -t utf-8."
+            f"{source} is no text in UTF-8: line {line}, byte {error.start} of the whole. Name a text file, or convert it: "
+            "iconv -f latin1 -t utf-8."
         ) from error
     return content

@@ -21,7 +21,7 @@ from revzoo.data.image_folders import open_folders
 from revzoo.data.image_tars import open_tars
 from revzoo.data.options import SPLITS, AugmentOptions, DataOptions
 from revzoo.data.random import seeded
-from revzoo.data.stored_images import ImageSplits, StoredImages
+from revzoo.data.stored_images import ImageSplits, StoredImages, make_printable
 from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput
 
@@ -104,8 +104,13 @@ class Images(Examples):
 
     def list_unreadable(self) -> list[str]:
         """Return the names of the images that were asked for and could not be read; what is not UTF-8 in them is escaped."""
-        names = [self.source.name(i) for i in self._unreadable.nonzero().flatten().tolist()]
-        return [name.encode("utf-8", "backslashreplace").decode() for name in names]
+        return [make_printable(self.source.name(i)) for i in self._unreadable.nonzero().flatten().tolist()]
+
+    def name_example(self, index: int) -> str:
+        """Return the file of an image, or where it is in its tar or data set."""
+        if not isinstance(self.source, StoredImages):
+            return super().name_example(index)
+        return make_printable(self.source.name(index).removeprefix("in "))
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         last = index + self._most_in_a_row - 1

@@ -1,5 +1,6 @@
 """Images that are stored as files, or as the content of files: how one of them is decoded, and their labels."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -85,6 +86,11 @@ def explain_broken(name: Callable[[], str]) -> Iterator[None]:
         yield
     except Exception as error:  # decoders raise all kinds of exceptions for damaged bytes
         raise BrokenExampleError(f"The image {name()} cannot be read ({error}). Replace or remove it.") from error
+
+
+def make_printable(name: str) -> str:
+    """Return a file's name as it is, or with an escape for each byte that is not UTF-8."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 @cache

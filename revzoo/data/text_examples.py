@@ -85,7 +85,7 @@ class LabelledTexts(Examples):
 
     def __init__(self, texts: Texts, tokenizer: Tokenizer, length: int, class_names: list[str]):
         self.ids, self.padding = _encode(texts, tokenizer, length), tokenizer.padding
-        self.class_names = class_names
+        self.class_names, self._source, self._rows = class_names, texts.source, texts.rows
         classes = {label: i for i, label in enumerate(class_names)}
         for row, label in zip(texts.rows, texts.labels or (), strict=True):
             if label not in classes:
@@ -101,6 +101,10 @@ class LabelledTexts(Examples):
     def list_contents(self) -> list[bytes]:
         """Return the labels and the ids of every text."""
         return [self.labels.numpy().tobytes(), *(ids.numpy().tobytes() for ids in self.ids)]
+
+    def name_example(self, index: int) -> str:
+        """Return file and row of a text, as prediction does."""
+        return f"{self._source}:{self._rows[index]}"
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         return _pad([self.ids[i] for i in indices], self.padding), self.labels[indices]

@@ -1,6 +1,7 @@
 """Tables of texts on this machine: CSV, TSV, JSON lines and parquet. Nothing is downloaded, and no cache remains."""
 
 import csv
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,11 +10,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from revzoo.data.corpus import Texts, read_utf8
+from revzoo.data.corpus import Texts, read_utf8, require_utf8
 from revzoo.data.options import SPLITS, TABLES
 from revzoo.errors import DataError, did_you_mean, explain_missing, join_names, quote
 from revzoo.spec.names import find_beside
 
+STANDARD_INPUT = Path("-")
 _SEPARATED = (
     "Separate columns by commas in a .csv file, by tabs in a .tsv file; put texts that contain these in quotation marks."
 )
@@ -46,10 +48,14 @@ def read_table(file: Path, column: str, label: str | None) -> Texts:
 
 
 def read_lines(file: Path, column: str) -> list[str]:
-    """Return the texts in the column of a table, or the lines of any other file; arguments and errors as in `read_texts`."""
+    """Return the texts in the column of a table, or the lines of any other file; - is the standard input.
+
+    Arguments and errors are as in `read_texts`.
+    """
     if file.suffix.lower() in TABLES:
         return read_table(file, column, None).texts
-    text = read_utf8(file).decode(errors="ignore").removeprefix("\ufeff")
+    content = require_utf8(sys.stdin.buffer.read(), "The standard input") if file == STANDARD_INPUT else read_utf8(file)
+    text = content.decode(errors="ignore").removeprefix("\ufeff")
     text = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
     return text.split("\n")  # not splitlines: U+2028 and form feeds are part of a text
 

@@ -174,7 +174,10 @@ def _load_and_evaluate(recipe: Recipe, source: str, trained_on: str | None = Non
     scores = evaluate(model, accelerator.prepare(data.test), accelerator, data.label_noun)
     unreadable = gather_unreadable(data)["test"]
     left_out = [describe_unreadable("test", unreadable)] if unreadable else []
-    return replace(scores, notes=(*data.notes, *left_out, *_compare_examples(trained_on, data)))
+    classes = scores.classes
+    if classes is not None and data.class_names is not None:
+        classes = replace(classes, class_names=data.class_names, name_example=data.name_example)
+    return replace(scores, notes=(*data.notes, *left_out, *_compare_examples(trained_on, data)), classes=classes)
 
 
 def _compare_examples(trained_on: str | None, data: Data) -> list[str]:

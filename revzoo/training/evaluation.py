@@ -1,7 +1,7 @@
 """Metrics and loss on a data set. Each example counts exactly once, however many processes share the work."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
@@ -12,6 +12,7 @@ from revzoo.data.base import IGNORED, Data
 from revzoo.errors import join_names
 from revzoo.format import count_noun, format_bits
 from revzoo.metric import METRICS
+from revzoo.training.class_report import ClassReport
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Scores:
         count: number of labels.
         label_noun: what one label belongs to: "images", "texts", "tokens" or "bytes".
         notes: remarks on the data, such as which files were skipped.
+        num_outputs: of the model; a metric that cannot be below 100 % for so few is not printed. None: all are.
+        classes: of a classifier, what it gets right and wrong; its classes and examples have numbers for names.
     """
 
     metrics: Mapping[str, float]
@@ -31,11 +34,14 @@ class Scores:
     count: int
     label_noun: str = "images"
     notes: tuple[str, ...] = ()
+    num_outputs: int | None = field(default=None, compare=False)
+    classes: ClassReport | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         loss = f"loss {self.loss:.4f}{format_bits(self.loss, self.label_noun, prefix=', ')}"
         labels = count_noun(self.count, self.label_noun.removesuffix("s"))
-        metrics = ", ".join(f"{metric.label} {metric.format(self.metrics[metric.key])}" for metric in METRICS)
+        shown = [metric for metric in METRICS if self.num_outputs is None or self.num_outputs > metric.trivial_outputs]
+        metrics = ", ".join(f"{metric.label} {metric.format(self.metrics[metric.key])}" for metric in shown)
         return f"{metrics}, {loss} on {labels}"
 
 
@@ -56,15 +62,19 @@ def evaluate(
     """
     training = model.training
     model.eval()
-    sums = torch.zeros(2 + len(METRICS), dtype=torch.float64)
+    rows = list[Tensor]()
     try:
         for batch, labels in loader:
-            sums += _sum_scores(model, batch, labels, accelerator)
+            with accelerator.autocast():
+                logits = model(batch).float()
+            rows.append(_gather(_measure(logits, labels), accelerator))
     finally:
         model.train(training)
-    loss, count, *totals = sums.tolist()
+    examples, outputs = torch.cat(rows), logits.shape[-1]
+    loss, count, *totals = examples[:, : 2 + len(METRICS)].sum(0).tolist()
     metrics = {metric.key: 100.0 * total / count for metric, total in zip(METRICS, totals, strict=True)}
-    return Scores(metrics, loss / count, int(count), label_noun)
+    classes = ClassReport(examples[:, -3:], [*map(str, range(outputs))], str) if labels.dim() == 1 else None
+    return Scores(metrics, loss / count, int(count), label_noun, num_outputs=outputs, classes=classes)
 
 
 def gather_unreadable(data: Data) -> dict[str, list[str]]:
@@ -79,16 +89,24 @@ def describe_unreadable(split: str, names: list[str]) -> str:
     return f"{split} images that cannot be read, {consequence}: {len(names)} ({join_names(names, most=8)})"
 
 
-def _sum_scores(model: nn.Module, batch: Tensor, labels: Tensor, accelerator: Accelerator) -> Tensor:
-    """Return loss, count and metrics, each summed over a batch of every process."""
-    with accelerator.autocast():
-        logits = model(batch).float()
+def _measure(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return for each example loss, count and metrics, each summed over its labels; of one label also what is guessed.
+
+    Summed before gathering, because the lengths of batches of texts differ between processes.
+    """
     losses = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORED)
     counted = labels != IGNORED
     parts = losses.view_as(labels), counted, *(metric.measure(logits, labels) * counted for metric in METRICS)
-    # Summed for each example before gathering, because the lengths of batches of texts differ between processes.
-    rows = torch.stack([part.double().view(len(labels), -1).sum(1) for part in parts], 1)
+    columns = [part.double().view(len(labels), -1).sum(1) for part in parts]
+    if labels.dim() == 1:
+        probabilities, guesses = logits.softmax(-1).max(-1)
+        columns += [labels.double(), guesses.double(), probabilities.double()]
+    return torch.stack(columns, 1)
+
+
+def _gather(rows: Tensor, accelerator: Accelerator) -> Tensor:
+    """Return the rows of a batch of every process, in the order of the data set."""
     gathered: Tensor = accelerator.gather(rows)
     state = accelerator.gradient_state  # which knows how many examples fill up the last batch
     remainder = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-    return gathered[:remainder].sum(0).cpu()
+    return gathered[:remainder].cpu()

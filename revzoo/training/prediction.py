@@ -4,24 +4,28 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from revzoo.data.base import BrokenExampleError
 from revzoo.data.image_folders import list_images
 from revzoo.data.options import TABLES, TEXT_FILES
-from revzoo.data.stored_images import list_suffixes
-from revzoo.data.text_tables import read_lines
+from revzoo.data.stored_images import list_suffixes, make_printable
+from revzoo.data.text_tables import STANDARD_INPUT, read_lines
 from revzoo.data.transform import transform
 from revzoo.errors import InputError, RevzooError, join_names, quote
 from revzoo.model.model import Model
 from revzoo.model.trained import create_trained
 from revzoo.spec.names import find_beside
-from revzoo.spec.schema import TextInput
+from revzoo.spec.schema import ImageInput, TextInput
+
+_FAR, _SMALL = 4, 32  # ratio of sides; side of small images [pixels]
 
 
 @dataclass(frozen=True)
@@ -66,31 +70,55 @@ def load_classifier(source: str, device: torch.device | str) -> Model:
     return model
 
 
-def list_inputs(model: Model, files: Iterable[Path], column: str | None = None) -> list[tuple[str, Any]]:
+def list_inputs(
+    model: Model, files: Iterable[Path], column: str | None = None, texts: Iterable[str] = ()
+) -> list[tuple[str, Any]]:
     """Return the name of each example in some files, and what `revzoo.transform` takes.
 
     Args:
         model: for images or texts.
-        files: images and folders of them; or tables, and text files with one text per line.
+        files: images and folders of them; or tables, and text files with one text per line; - is the standard input.
         column: that of the texts in a table; None: "text".
+        texts: more texts, which are their own names.
     Raises:
-        InputError: a file is missing or of another kind, a folder holds no images, or images are to have a column.
+        InputError: a file is missing or of another kind, a folder holds no images, or a model for images gets texts.
         DataError: a file of texts cannot be read.
     """
     is_text, inputs = isinstance(model.spec.input, TextInput), list[tuple[str, Any]]()
     if column is not None and not is_text:
         raise InputError(f"{model.spec.name} takes images, which have no column. Received: --column {column}. Leave it out.")
+    for text in texts:
+        if not (is_text and text.strip()):
+            received = f"{model.spec.name}, which takes {'texts' if is_text else 'images'}, and {text!r}"
+            raise InputError(f"--text is a text for a model of texts. Received: {received}. Leave it out.")
+        inputs.append((text, text))
     for file in files:
-        if not os.path.exists(file):  # unlike pathlib's, it does not raise for a name that no file can have
-            what = "Texts are in tables or text files, a text in each line" if is_text else "Name images or folders of them"
+        if file == STANDARD_INPUT and not is_text:
+            raise InputError(f"{model.spec.name} takes images, and the standard input (-) is texts. Name images instead.")
+        if file != STANDARD_INPUT and not os.path.exists(file):  # unlike pathlib's, it does not raise for an impossible name
+            what = f"For a text itself type --text {quote(file)[:300]}" if is_text else "Name images or folders of them"
             raise InputError(f"There is no file {str(file)[:300]}.{find_beside(str(file))} {what}.")
         inputs += _list_texts(file, column or "text") if is_text else _list_images(file, model.spec.name)
-    return [(_make_printable(name), example) for name, example in inputs]
+    return [(make_printable(name), example) for name, example in inputs]
 
 
-def _make_printable(name: str) -> str:
-    """Return a file's name as it is, or with an escape for each byte that is not UTF-8."""
-    return os.fsencode(name).decode(errors="backslashreplace")
+def describe_misfit(input: ImageInput, file: Path) -> str | None:
+    """Return how far an image is from those that a network takes; None where it is not, or cannot be read.
+
+    Photographs are much larger than what networks for photographs take. An image is far where it has to be enlarged so much,
+    or where the network is for small images.
+    """
+    try:
+        with Image.open(file) as image:  # reads the header only
+            size, bands = image.size, image.getbands()
+    except Exception:  # decoders raise all kinds of exceptions; reading all of it will say more
+        return None
+    ratio = min(size) / min(input.size)
+    if 1 / _FAR <= ratio <= (_FAR if min(input.size) <= _SMALL else inf):
+        return None
+    height, width = input.size
+    kinds = ("in colour" if is_colour else "in grey" for is_colour in (len(bands) > 2 or "P" in bands, input.channels > 1))
+    return "{}x{} pixels {}, and the network takes {}x{} {}".format(*size, next(kinds), width, height, next(kinds))
 
 
 def _list_texts(file: Path, column: str) -> Iterator[tuple[str, str]]:

@@ -37,12 +37,12 @@ def share_terminal() -> Iterator[None]:
 
 def send_output_to(folder: Path) -> None:
     """Let all that this process writes from now on go to a file in a folder, unless it is the first."""
-    if _rank() == 0:
+    if read_rank() == 0:
         return
     folder.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    with (folder / f"process-{_rank()}.txt").open("a", encoding="utf-8") as file:
+    with (folder / f"process-{read_rank()}.txt").open("a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 
@@ -59,14 +59,14 @@ def _describe(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
     if isinstance(error, RevzooError):
         return str(error), error.exit_status
     if has_lost_others(error):
-        if _rank() > 0:
+        if read_rank() > 0:
             traceback.print_exception(error)
         reason = textwrap.shorten(str(error), 100)
-        return f"process {_rank()} waited in vain for another one, which has ended or hangs ({reason})", 1
+        return f"process {read_rank()} waited in vain for another one, which has ended or hangs ({reason})", 1
     if isinstance(error, OSError):
         return explain_os_error(error), 2
     traceback.print_exception(error)
-    return f"process {_rank()} ended with {type(error).__name__}: {str(error).partition(os.linesep)[0]}", 1
+    return f"process {read_rank()} ended with {type(error).__name__}: {str(error).partition(os.linesep)[0]}", 1
 
 
 def _end(terminal: int, error: Exception | KeyboardInterrupt) -> NoReturn:
@@ -95,8 +95,9 @@ def _is_first() -> bool:
         store = distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))  # type: ignore[attr-defined]
         return bool(store.add(f"revzoo/ended/{start}", 1) == 1)
     except (KeyError, ValueError, RuntimeError):
-        return _rank() == 0
+        return read_rank() == 0
 
 
-def _rank() -> int:
+def read_rank() -> int:
+    """Return the number of this process among those that were started together, from 0."""
     return int(os.environ.get("RANK", "0"))

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+from io import BytesIO, TextIOWrapper
 
 import numpy as np
 import pytest
@@ -87,6 +88,30 @@ def test_texts_come_from_tables_and_lines(run, tmp_path, tables):
     ]  # fmt: skip
     assert {each["class"] for line in lines for each in json.loads(line)["predictions"]} == {"cat", "dog"}
     assert run("predict", tmp_path / "model", tmp_path / "other.csv", "--column", "review", "--csv").count("\n") == 3
+
+
+def test_texts_are_typed_and_piped(run, refused, tmp_path, monkeypatch):
+    model = revzoo.create("rev_bert_mini", overrides=["stages.0.depth=1"])
+    model.class_names, model.data_config = ("cat", "dog"), {"tokenizer": "bytes"}
+    model.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO("a cat\n\nein Vögelchen\n".encode())))
+    lines = run("predict", tmp_path / "model", "-", "--text", "a cat", "--json").splitlines()
+    typed, first, third = map(json.loads, lines)
+    assert [each["input"] for each in (typed, first, third)] == ["a cat", "-:1", "-:3"]
+    assert typed["predictions"][0]["class"] == first["predictions"][0]["class"]
+    assert refused("predict", tmp_path / "model", "a dog").endswith("For a text itself type --text 'a dog'.\n")
+    assert "takes texts, and ' '" in refused("predict", tmp_path / "model", "--text", " ")
+    assert "takes images, and the standard input (-) is texts" in refused("predict", "rev_vit_digits", "-")
+
+
+@pytest.mark.parametrize(("size", "mode", "noted"), [((180, 90), "RGB", True), ((32, 64), "L", False), ((1, 3), "L", True)])
+def test_an_image_far_from_what_the_network_takes_is_noted(size, mode, noted, tmp_path, capsys):
+    Image.new(mode, size).save(tmp_path / "a.png")
+    assert zoo_cli.main(["predict", "rev_vit_digits", str(tmp_path / "a.png"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["input"].endswith("a.png")
+    kind = "in colour" if mode == "RGB" else "in grey"
+    assert (f"a.png has {size[0]}x{size[1]} pixels {kind}, and the network takes 8x8 in grey" in err) == noted == bool(err)
 
 
 def test_what_cannot_be_predicted(refused, zero, tmp_path):

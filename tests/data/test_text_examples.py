@@ -91,7 +91,7 @@ def test_text_files_that_cannot_be_read(tmp_path, story, options, refusal):
     latin.write_bytes(b"one\ntwo\ncaf\xe9\n")
     assert refusal(options("characters", empty), BYTES).startswith(f"{empty} is empty.")
     assert refusal(options("characters", latin), BYTES).startswith(
-        f"{latin} is no text in UTF-8: line 3, byte 11 of the file. "
+        f"{latin} is no text in UTF-8: line 3, byte 11 of the whole. "
     )
     assert refusal(options("characters", tmp_path), BYTES).startswith(f"{empty} is empty.")  # whatever else is there
     assert refusal(options("characters", tmp_path / "no.txt"), BYTES).startswith(f"There is no file {tmp_path}/no.txt.")

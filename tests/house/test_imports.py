@@ -45,7 +45,7 @@ HOMES = {
     "safetensors": {"checkpoint", "conversion", "training"},
     "accelerate": {"training"},
     "huggingface_hub": {"hub"},
-    "sklearn": {"data"},
+    "sklearn": {"data", "training"},
     "datasets": {"data"},
     "tokenizers": {"data"},
     "transformers": {"graph"},

@@ -12,6 +12,7 @@ import revzoo
 from revzoo.checkpoint import files, index
 from revzoo.data.base import IGNORED
 from revzoo.errors import CheckpointError, InputError, SpecError
+from revzoo.training.class_report import ClassReport
 from revzoo.training.evaluate_checkpoint import evaluate_checkpoint, evaluate_pretrained
 from revzoo.training.evaluation import Scores, evaluate
 from revzoo.training.loop import train
@@ -31,6 +32,26 @@ def test_scores_by_hand():
     assert model.training
     assert str(scores) == f"top-1 28.57 %, top-5 71.43 %, loss {loss:.4f} on 7 images"
     assert str(Scores({"top1": 0.0, "top5": 0.0}, 0.5, 1)).endswith("loss 0.5000 on 1 image")
+
+
+def test_five_of_five_classes_are_no_news():
+    scores = evaluate(nn.Identity(), [(torch.eye(5), torch.zeros(5, dtype=torch.int64))], Accelerator())
+    assert scores.metrics == {"top1": 20.0, "top5": 100.0}  # as metrics.jsonl has them
+    assert str(scores).startswith("top-1 20.00 %, loss ")
+
+
+def test_classes_by_hand():
+    """A class that is never guessed has no precision, one without examples no recall."""
+    guesses = [(0, 0, 0.9), (0, 1, 0.4), (1, 1, 0.8), (2, 1, 0.7), (2, 1, math.nan)]
+    report = ClassReport(torch.tensor(guesses), ["a", "b", "c", "d"], "row {}".format)
+    assert [[*row.values()] for row in report.list_classes()] == [
+        ["a", 2, 1.0, 0.5, pytest.approx(2 / 3)], ["b", 1, 0.25, 1.0, 0.4], ["c", 2, None, 0.0, 0.0], ["d", 0, *[None] * 3],
+    ]  # fmt: skip
+    assert report.average() == pytest.approx({"precision": 0.625, "recall": 0.5, "f1": (2 / 3 + 0.4) / 3})
+    assert report.count_guesses() == [[1, 1, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 0, 0, 0]]
+    assert [[*row.values()] for row in report.list_errors()] == [
+        ["row 3", "c", "b", 0.7], ["row 1", "a", "b", 0.4], ["row 4", "c", "b", None],
+    ]  # fmt: skip
 
 
 def test_what_training_saved(whole, tmp_path):
@@ -63,7 +84,7 @@ def test_remarks_on_the_data_are_printed(image_folder, tmp_path, capsys):
     (image_folder / "val" / "notes.txt").touch()
     capsys.readouterr()
     assert main(["eval", str(tmp_path / "run")]) == 0
-    note, scores = capsys.readouterr().out.splitlines()
+    note, scores, *_ = capsys.readouterr().out.splitlines()
     assert note == f"Note: skipped in {image_folder}/val: 1 .txt."
     assert scores.startswith(f"{tmp_path / 'run'}: top-1 ")
 

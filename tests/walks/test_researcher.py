@@ -70,10 +70,11 @@ def test_watching_stopping_and_going_on(user):
 
 def test_texts(user):
     run_python(user, "Texts", {})
-    tokenizer, bpe, scratch, predict = user.read(PAGE, "revzoo tokenizer reviews/train.csv")
+    tokenizer, bpe, scratch, predict, typed = user.read(PAGE, "revzoo tokenizer reviews/train.csv")
     assert "model.overrides=[input.vocabulary=280,input.padding=1]" in user.type(tokenizer)
     assert "320 texts for training, 8 for testing, 2 classes" in user.type(bpe + SHORT)
     user.type(scratch + SHORT)
     assert user.type(predict).count("reviews/test.csv:") == 8
+    assert "a dog, asleep" in user.type(typed)
     lines = user.type(f"{predict} --json").splitlines()
     assert {each["class"] for line in lines for each in json.loads(line)["predictions"]} == {"cat", "dog"}
