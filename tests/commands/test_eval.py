@@ -52,3 +52,12 @@ def test_a_language_model_has_no_classes(refused, tmp_path, tables):
     model.save_pretrained(tmp_path / "language")
     words = "eval", tmp_path / "language", "data.name=masked_lm", f"data.root={tables}"
     assert "which predicts bytes. Leave out --per-class" in refused(*words, "--per-class")
+
+
+def test_what_is_not_read_is_in_no_class(run, saved, image_folder):
+    broken = next((image_folder / "val" / "cat").iterdir())
+    broken.write_bytes(b"no image")
+    found = json.loads(run(*saved, "--json"))
+    assert [row["examples"] for row in found["classes"]] == [3, 4]
+    assert sum(map(sum, found["confusion"])) == found["images"] == 7
+    assert str(broken) not in [row["input"] for row in found["errors"]]
