@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from revzoo.bounds import ModeName
 from revzoo.runtime import Coupling, ReversibleChain
 from revzoo.runtime.coupling import momentum
 from revzoo.runtime.drift import count_invertible_steps
-from revzoo.runtime.mode import MODES, Mode, ModeName
+from revzoo.runtime.mode import MODES, Mode
 from revzoo.runtime.schedule import limit_inverted_runs
 
 I, R, S = Mode.INVERT, Mode.RECOMPUTE, Mode.STORE  # noqa: E741
