@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.nn.parameter import is_lazy
 
 from revzoo.analysis.fake_tensors import FakeKernelError, find_fake_mode, is_divided_copy, make_fake, silence_failures
+from revzoo.analysis.kept_values import KeptValues
 from revzoo.device import has_value
 from revzoo.errors import InputError, MissingValueError
 from revzoo.runtime.attributes import Contents
@@ -129,27 +130,30 @@ def preserve(model: nn.Module, tensors: Iterable[Tensor] = (), *, fake: bool = F
     """Give a model back what it holds now, at the end of the block and of whatever ends it: an error, or Ctrl-C.
 
     That is the attributes of its modules, with parameters, buffers, submodules, hooks and what is in containers (`Contents`),
-    the values of buffers and the gradients, training flags, random streams and PyTorch's settings. Parameters that forward
-    itself writes to are not copied.
+    the values of parameters, buffers and the batch, the gradients, training flags, random streams and PyTorch's settings.
 
     Args:
         model: the model.
-        tensors: on whose devices random streams are restored; none are those of the model.
+        tensors: on whose devices random streams are restored, and which get their values back, besides the parameters.
         fake: whether the run inside is one under `FakeTensorMode`. If not, it has copies of the buffers, and variables that
             functions share with those around them are left: hooks note there what is to be seen of a run.
     """
     parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    tensors = [*(p for p, *_ in parameters), *tensors]
     # Where processes divide a model, others than its modules exchange tensors and flags, and remember what they did.
     is_shared = is_divided_copy(model) or (not fake and processes_communicate())
     contents = Contents([module._buffers for module in model.modules()] if is_shared else model, follows_functions=fake)
     with ExitStack() as stack:
-        stack.enter_context(preserve_random_streams(tensors or [p for p, *_ in parameters]))
+        stack.enter_context(preserve_random_streams(tensors))
         stack.enter_context(_preserve_settings(next((p.device for p, *_ in parameters), torch.device("cpu"))))
         for parameter, gradient, requires_grad in parameters:
             stack.callback(_restore_parameter, parameter, gradient, requires_grad)
         stack.callback(contents.restore)
         if not fake:
+            values = KeptValues(tensors)
+            stack.callback(values.restore)
             _replace_tensors(model, "_buffers", _copy_buffer)
+            stack.enter_context(values)
         yield
 
 

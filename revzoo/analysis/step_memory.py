@@ -28,8 +28,8 @@ def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimize
     """Run one forward and backward of the model and count the memory that they take.
 
     The loss is the sum of all outputs: it saves nothing for backward, and the outputs are freed before backward begins. The
-    model runs as it is now: its schedule, its training flag, and autocast if it is active. Afterwards gradients, buffers and
-    random generators are as before; only the peak statistics of the CUDA allocator are reset.
+    model runs as it is now: its schedule, its training flag, and autocast if it is active. Afterwards weights, gradients,
+    buffers, batch and random generators are as before; only the peak statistics of the CUDA allocator are reset.
 
     Args:
         model: any module. If its parameters are FakeTensors or on the meta device, it runs under `FakeTensorMode`, and nothing

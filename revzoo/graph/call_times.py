@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from revzoo.analysis.dry_run import call, isolated, memory_errors
+from revzoo.analysis.kept_values import unwatched
 from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, bind_inputs, list_dead, prepare_calls, split_into_atoms
@@ -128,10 +129,11 @@ def _time_atoms(graph: GraphModule, atoms: Sequence[Atom], inputs: Sequence[Any]
         return marks
 
     run()  # a warm-up
-    for _ in repeat(_ROUNDS, lambda: combine_spreads([find_median(samples) for samples in (*forward, *backward)])):
-        for k, marks in enumerate(run()):
-            forward[k].append(clock.measure(*marks[:2]))
-            backward[k].append(clock.measure(*marks[2:]))
+    with unwatched():
+        for _ in repeat(_ROUNDS, lambda: combine_spreads([find_median(samples) for samples in (*forward, *backward)])):
+            for k, marks in enumerate(run()):
+                forward[k].append(clock.measure(*marks[:2]))
+                backward[k].append(clock.measure(*marks[2:]))
     (results,) = next(node for node in graph.graph.nodes if node.op == "output").args
     times = CallTimes([*map(find_median, forward)], [*map(find_median, backward)])
     return times, map_arg(results, env.__getitem__)

@@ -159,27 +159,27 @@ def reversible_(
             step.install()
         if before is not None:
             with observe_calls(partial(_note_restart, restarts)), FlopCounter() as flops:
-                similarity = measure_similarity(before, run_network(model, batch), batch)
+                similarity = measure_similarity(before, run_network(model, batch, restarts.clear), batch)
             peaks = count_peaks(model, batch, steps, fake=flops.forward * 4 > FEW_FLOPS)
             remedy = " ".join([*(f"{note}." for note in notes), _KEEP_NEARER])
             warn_of_another_function(type(model).__name__, similarity.cosine, remedy)
+        return ReversibleReport(
+            tuple(chains),
+            similarity,
+            peaks,
+            tuple(restarts),
+            tuple(f"{name} {reason}" for name, reason in ordinary.items()),
+            left,
+            (
+                f"{type(model).__name__}: {coupling} coupling, {kept_bits} bits kept of every element and step",
+                *(_describe(chain, blocks.values(), branches) for chain, blocks in zip(chains, chosen.values(), strict=True)),
+                *notes,
+            ),
+        )
     except BaseException:
         for step in steps:
             step.remove()
         raise
-    return ReversibleReport(
-        tuple(chains),
-        similarity,
-        peaks,
-        tuple(restarts),
-        tuple(f"{name} {reason}" for name, reason in ordinary.items()),
-        left,
-        (
-            f"{type(model).__name__}: {coupling} coupling, {kept_bits} bits kept of every element and step",
-            *(_describe(chain, blocks.values(), branches) for chain, blocks in zip(chains, chosen.values(), strict=True)),
-            *notes,
-        ),
-    )
 
 
 def ordinary_(model: nn.Module) -> None:

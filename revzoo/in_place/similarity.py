@@ -1,6 +1,6 @@
 """Run a network on a batch before and after it is made reversible, and say how alike its outputs are."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from revzoo.analysis.dry_run import call, in_mode, preserve
 from revzoo.analysis.likeness import measure_cosines
 from revzoo.errors import InputError
-from revzoo.runtime.nested import tensors_in
+from revzoo.runtime.nested import map_tensors, tensors_in
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,41 @@ class Similarity:
         return f"outputs before and after, {self.examples} examples: cosine {self.cosine:.6f}, at least {self.least_cosine:.6f}"
 
 
-@torch.no_grad()
-def run_network(model: nn.Module, batch: Any) -> Tensor:
+def run_network(model: nn.Module, batch: Any, begin: Callable[[], object] = lambda: None) -> Tensor:
     """Return the main output of a network in eval mode; no trace of the run remains.
 
+    Args:
+        begin: called before the network is, which may be twice (`run_without_graph`).
     Raises:
         InputError: it returns no floating-point tensor.
     """
-    with preserve(model), in_mode(model, training=False):
-        outputs = call(model, batch)
-    main = next((t for t in tensors_in(outputs) if t.is_floating_point() and t.dim() > 1), None)
+
+    def run(gradients: bool) -> Any:
+        begin()
+        with preserve(model, tensors_in(batch)), in_mode(model, training=False), torch.set_grad_enabled(gradients):
+            return call(model, map_tensors(torch.detach, batch))
+
+    outputs = run_without_graph(run)
+    main = next((t.detach() for t in tensors_in(outputs) if t.is_floating_point() and t.dim() > 1), None)
     if main is None:
         raise InputError(
             "The network returns no rows that could be compared before and after, that is no tensor of two or more dimensions. "
             f"Received: {type(outputs).__name__}. Return such a tensor, alone or in a tuple, dict or dataclass."
         )
     return main.float()
+
+
+def run_without_graph(run: Callable[[bool], Any]) -> Any:
+    """Run something with gradients disabled, which keeps nothing; again with them if its forward asks for gradients itself.
+
+    Forces are gradients of an energy, for example. Such a run keeps as much as forward does in training.
+    """
+    try:
+        return run(False)
+    except RuntimeError as error:
+        if "require grad" not in str(error):
+            raise
+    return run(True)
 
 
 def measure_similarity(before: Tensor, after: Tensor, batch: Any) -> Similarity:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from revzoo.analysis.dry_run import call, in_mode, isolated
 from revzoo.block_steps.conventions import get_state, list_results, look_for_state
 from revzoo.block_steps.state_grid import StateSizes
-from revzoo.in_place.similarity import run_network
+from revzoo.in_place.similarity import run_network, run_without_graph
 from revzoo.runtime.attributes import Attributes
 from revzoo.runtime.inventory import Inventory
 
@@ -43,6 +43,7 @@ class BlockSurvey:
     sizes: StateSizes = field(default_factory=StateSizes)
     training_sizes: StateSizes = field(default_factory=StateSizes)
 
+    @torch.no_grad()
     def add_call(self, x: Any, state: Any, value: Any) -> None:
         """Consider a call.
 
@@ -98,8 +99,12 @@ def survey_blocks(
     The network is run in eval mode and, if it has parameters to train, in training mode; no trace of either run remains.
     """
     blocks = {name: block for members in lists.values() for name, block in members.items()}
-    surveys = {name: BlockSurvey() for name in blocks}
+    surveys: dict[str, BlockSurvey] = {}
     returned: dict[str, list[tuple[ReferenceType[Any], int]]] = {}  # the latest results, and how often each was written into
+
+    def begin() -> None:
+        surveys.update((name, BlockSurvey()) for name in blocks)
+        returned.clear()
 
     def look_back(x: Any = None) -> None:
         """See what has become of results by now, when x is given to a block."""
@@ -119,7 +124,7 @@ def survey_blocks(
     def watch(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = look_for_state(blocks[name], args, kwargs)[0]
         look_back(x)
-        state = x.clone() if isinstance(x, Tensor) else x
+        state = x.detach().clone() if isinstance(x, Tensor) else x
         value = forward(*args, **kwargs)
         look_back()  # the block may hold the last reference to what it has written into
         surveys[name].add_call(x, state, value)
@@ -128,7 +133,7 @@ def survey_blocks(
         return value
 
     with watched_calls(blocks, watch):
-        output = run_network(model, batch)
+        output = run_network(model, batch, begin)
     look_back()
     # A network without parameters to train will not be trained as it is.
     notes = _survey_training(model, blocks, surveys, batch) if any(p.requires_grad for p in model.parameters()) else []
@@ -157,9 +162,13 @@ def _survey_training(
                 survey.training_sizes.add(state)
         return value
 
-    try:
-        with isolated(model, batch) as inputs, in_mode(model, training=True), torch.no_grad(), watched_calls(blocks, follow):
+    def run(gradients: bool) -> None:
+        with isolated(model, batch) as inputs, in_mode(model, training=True), torch.set_grad_enabled(gradients):
             call(model, inputs)
+
+    try:
+        with watched_calls(blocks, follow):
+            run_without_graph(run)
     except Exception as problem:  # of the network's own code: one that wants targets in training mode, for example
         for survey in surveys.values():
             survey.training_sizes = StateSizes()

@@ -181,6 +181,7 @@ CALLS = {  # what makes a module, what is called, whether that changes the modul
     "plan of a chain": (chain, lambda m: revzoo.plan(m, (X, X), "1 GB"), False, 2),
     "plan of blocks": (reversible, lambda m: revzoo.plan(m, X, "1 GB"), False, 2),
     "reversible_": (lambda: Toy(Residual(), Residual()), lambda m: revzoo.reversible_(m, batch=X), True, 12),
+    "reversible_, no batch": (lambda: Toy(Residual(), Residual()), revzoo.reversible_, True, 12),
     "split": (lambda: Toy(Residual(), Residual()), lambda m: revzoo.reversible_(m, batch=X, split=SPLIT), True, 12),
     "ordinary_": (reversible, revzoo.ordinary_, True, 4),
     "inplace_abn_": (Folded, lambda m: revzoo.inplace_abn_(m, IMAGES, relu_slope=0.01), True, 12),

@@ -174,3 +174,26 @@ def test_a_weight_changed_before_backward_is_noticed():
         toy.blocks[1].layer.weight.mul_(2)
     with pytest.raises(RecoveryError, match="'layer.weight' of blocks.1 was changed in place"):
         loss.backward()
+
+
+class Force(Toy):
+    """Its forward differentiates, with respect to positions or to weights as in an inner loop."""
+
+    def __init__(self, of_weights):
+        super().__init__()
+        self.of_weights = of_weights
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energy = super().forward(x)
+        (force,) = torch.autograd.grad(energy.sum(), self.head.weight if self.of_weights else x, create_graph=True)
+        return energy, force
+
+
+@pytest.mark.parametrize("of_weights", [False, True])
+def test_a_forward_that_differentiates_runs_on_the_batch(of_weights):
+    model = Force(of_weights)
+    report = revzoo.reversible_(model, batch=X)
+    assert (report.steps, report.restarts, report.ordinary) == (4, (), ())
+    assert report.similarity.cosine == pytest.approx(1, abs=1e-4)
+    assert "training mode" not in str(report)

@@ -10,6 +10,7 @@ import random
 import statistics
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 
 from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import LossFunction, call, compute_loss, isolated, leave_autocast, memory_errors
+from revzoo.analysis.kept_values import KeptValues, unwatched
 from revzoo.device import forget_peak, has_streams
 from revzoo.planning.profiling.clock import Clock, Median, combine_spreads, find_median, make_clock, repeat, smooth_rising
 from revzoo.planning.profiling.hooks import StepHooks, assign_schedule, list_units
@@ -28,6 +30,7 @@ from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import LookaheadOption
 from revzoo.runtime.mode import MODES, Mode
+from revzoo.runtime.nested import tensors_in
 
 _RUNS = 5  # at least
 _ROUNDS = 4  # at least; after each, even a unit that shares its samples with no other has had every mode
@@ -75,8 +78,8 @@ def measure_step_seconds(
         MemoryError: a training step ran out of memory.
     """
     times: list[float] = []
-    with preserve_schedules(model):
-        _time_step(model, batch, modes, loss, lookahead)  # a warm-up
+    with preserve_schedules(model), ExitStack() as stack:
+        _warm_up(stack, model, batch, modes, loss, lookahead)
         for _ in repeat(_RUNS, lambda: find_median(times).spread):
             times.append(_time_step(model, batch, modes, loss, lookahead)[0])
     return find_median(times)
@@ -101,11 +104,11 @@ def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: in
     forwards: dict[Any, list[float]] = defaultdict(list)
     rest: list[float] = []
     rng, runs = random.Random(0), 0
-    with preserve_schedules(model):
+    with preserve_schedules(model), ExitStack() as stack:
         for _ in repeat(_ROUNDS, lambda: combine_spreads([*map(find_median, samples.values())])):
             for modes in _draw_fitting_schedules(problem, entries, groups, rng, allowance):
                 if not runs:
-                    _time_step(model, batch, modes, loss)  # a warm-up
+                    _warm_up(stack, model, batch, modes, loss)
                 total, forward, backward = _time_step(model, batch, modes, loss)
                 for k, variant in enumerate(list_variants(modes)):
                     samples[groups[k], variant].append(forward[k] + backward[k])
@@ -200,6 +203,14 @@ def _draw_schedules(
         yield [menu[turn % len(menu)] for menu in menus]
 
 
+def _warm_up(stack: ExitStack, model: nn.Module, *step: Any) -> None:
+    """Run a training step without timing it, and let the stack put back what it, and those that are timed, write to."""
+    values = KeptValues([*model.parameters(), *tensors_in(step[0])])
+    stack.callback(values.restore)
+    with values:
+        _time_step(model, *step)
+
+
 def _time_step(
     model: nn.Module,
     batch: Any,
@@ -210,7 +221,7 @@ def _time_step(
     """Run a training step; return the seconds of all of it, of each unit's forward, and of each unit's backward."""
     assign_schedule(model, modes, lookahead)
     clock = _Watch(make_clock(next(model.parameters()).device, elapsed=bool(lookahead)))
-    with memory_errors(), isolated(model, batch) as inputs, StepHooks(model, clock) as hooks:
+    with memory_errors(), isolated(model, batch) as inputs, unwatched(), StepHooks(model, clock) as hooks:
         clock.mark("begin", -1)
         hooks.enter_forward()
         outputs = call(model, inputs)
@@ -248,9 +259,9 @@ def measure_workspace(
     device = next(model.parameters()).device
     if not has_streams(device):
         return 0
-    with preserve_schedules(model):
-        _time_step(model, batch, modes, loss, lookahead)  # a warm-up: cuDNN tries kernels that it does not choose
-        with memory_errors(), isolated(model, batch) as inputs:
+    with preserve_schedules(model), ExitStack() as stack:
+        _warm_up(stack, model, batch, modes, loss, lookahead)  # cuDNN tries kernels that it does not choose
+        with memory_errors(), isolated(model, batch) as inputs, unwatched():
             if device.type == "cuda":
                 torch._C._cuda_clearCublasWorkspaces()  # so that they count, whatever ran before
             forget_peak(device)  # and blocks are as large as what they are made for

@@ -1,0 +1,76 @@
+"""Values that a run of a network writes to although they are not its own: parameters, and the batch."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+
+from revzoo.device import has_value
+from revzoo.runtime.nested import tensors_in, wraps_tensors
+
+
+class KeptValues(TorchDispatchMode):
+    """Keep what tensors hold when an operation is about to write to their memory, to put it back after the run.
+
+    A teacher that follows its student by momentum moves parameters in forward, also through `.data`; `Embedding(max_norm)`
+    renorms its own; ReLU(inplace=True) in the first layer overwrites the batch. Memory that nothing writes to is not copied.
+    Not seen: what compiled kernels write, and shards (DTensor). Enter it before `LiveBytes`, which then counts no copies.
+
+    Args:
+        tensors: those to put back.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        super().__init__()
+        owners = [t for t in tensors if has_value(t) and t.layout is torch.strided and not wraps_tensors(type(t))]
+        self._storages = {s._cdata: s for s in (t.untyped_storage() for t in owners)}
+        self._versions = [(t, t._version) for t in owners if not t.is_inference()]
+        self._kept: dict[int, torch.UntypedStorage] = {}
+        self._writes: dict[Any, bool] = {}  # looking into a schema takes as long as a small operation
+
+    def restore(self) -> None:
+        """Put back what was written to, and the counts of writes: a graph that has saved these tensors is valid again."""
+        for key, values in self._kept.items():
+            self._storages[key].copy_(values)
+        changed = [(t, version) for t, version in self._versions if t._version != version]
+        if changed:
+            torch._C._autograd._unsafe_set_version_counter(*map(tuple, zip(*changed, strict=True)))
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(map(wraps_tensors, types)):
+            return NotImplemented  # the subclass runs first, and its inner operations come here
+        if func not in self._writes:
+            self._writes[func] = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
+        if self._writes[func]:
+            self._keep(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _keep(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for t in tensors_in(args[place] if place < len(args) else kwargs.get(argument.name)):
+                    key = t.untyped_storage()._cdata if t.layout is torch.strided else 0
+                    if key in self._storages and key not in self._kept:
+                        self._kept[key] = t.untyped_storage().clone()
+
+    # `torch.compile` goes on capturing, and flex_attention, which is an operator of a higher order, running.
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    supports_higher_order_operators = True
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Leave `KeptValues` inside the block: for what is timed, after a run that has shown it all that is written to."""
+    if isinstance(_get_current_dispatch_mode(), KeptValues):
+        with _pop_mode_temporarily():
+            yield
+    else:
+        yield
