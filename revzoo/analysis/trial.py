@@ -33,7 +33,7 @@ class Outcome:
     """What one forward and backward leaves.
 
     Args:
-        gradients: of the parameters that require one, by name.
+        gradients: of the parameters that require one, by name; those of sparse embeddings are made dense.
         buffers: names and values.
         rng_states: states of torch's random generators.
     """
@@ -77,7 +77,7 @@ class Trial:
             with nullcontext(lambda: None) if watch is None else watch(model) as end_forward:
                 self._run_both_ways(model, inputs, end_forward)
             outcome = Outcome(
-                {name: p.grad for name, p in model.named_parameters() if p.requires_grad},
+                {name: _make_dense(p.grad) for name, p in model.named_parameters() if p.requires_grad},
                 # What a closure in the model holds is not copied. It may update a buffer of the model itself.
                 [*self._model.named_buffers(), *(model.named_buffers() if model is not self._model else ())],
                 _get_rng_states(self._model),
@@ -121,6 +121,10 @@ class Trial:
         random.random()
         if numpy := sys.modules.get("numpy"):
             numpy.random.random()
+
+
+def _make_dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _get_rng_states(model: nn.Module) -> list[Tensor]:

@@ -8,6 +8,7 @@ halved until it is.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from revzoo.analysis.chains import find_block_chains, preserve_schedules
@@ -73,5 +74,7 @@ def place_anchors(entries: list[LayoutEntry], limit: int | None) -> list[Mode]:
 
 
 def _first_examples(batch: Any) -> Any:
-    first = next(iter(tensors_in(batch)))
+    first, *others = tensors_in(batch)
+    if any(t.layout is not torch.strided for t in (first, *others)):  # it cannot be cut: the edges of a graph, for example
+        return batch
     return map_tensors(lambda t: t[:_EXAMPLES] if t.dim() and len(t) == len(first) else t, batch)
