@@ -200,13 +200,16 @@ def _adds_up_gradients(args: tuple[Any, ...]) -> bool:
     return is_only_reference and is_dense(first) and first.shape == second.shape
 
 
+def list_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the indices and values of a sparse tensor (a gradient of an embedding, for example); any other one as it is."""
+    parts = _SPARSE_PARTS.get(tensor.layout)
+    return [tensor] if parts is None else [part(tensor) for part in parts]
+
+
 def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             if isinstance(inner := getattr(tensor, name), Tensor):  # DTensor also names its mesh
                 yield from _storages(inner)
-    elif tensor.layout in _SPARSE_PARTS:  # a gradient of an embedding, for example
-        for part in _SPARSE_PARTS[tensor.layout]:
-            yield part(tensor).untyped_storage()
     else:
-        yield tensor.untyped_storage()
+        yield from (part.untyped_storage() for part in list_parts(tensor))

@@ -41,6 +41,15 @@ class Graph(Net):
         return torch.sparse.mm(edges, self.run(x))
 
 
+class HoldsGraph(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("edges", EDGES.to_sparse_csr())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.edges @ self.run(x)
+
+
 class MakesGraph(Net):
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         return edges.to_sparse_csr() @ self.run(x)
@@ -74,6 +83,7 @@ def make_padded() -> nn.Module:
 EDGES = (draw(20, 20) > 1).float()
 CASES = {
     "COO in the batch": (Graph, (draw(20, 16), EDGES.to_sparse())),
+    "CSR in a buffer": (HoldsGraph, draw(20, 16)),
     "CSR made in forward": (MakesGraph, (draw(20, 16), EDGES)),
     "gradient of bags": (Bags, torch.arange(32).view(32, 1)),
     "a buffer as a size": (make_padded, draw(2, 4, 64)),
@@ -116,7 +126,7 @@ def test_other_sparse_tensors_have_no_size_without_values():
 
 
 def test_a_reversible_network_with_sparse_tensors_is_verified_and_planned():
-    for make, batch in (CASES["COO in the batch"], CASES["gradient of bags"]):
+    for make, batch in (CASES[name] for name in ("COO in the batch", "CSR in a buffer", "gradient of bags")):
         module = make()
         revzoo.reversible_(module, batch=batch)
         assert revzoo.verify(module, batch).identical
