@@ -375,7 +375,8 @@ def _map_once(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def _copy_buffer(buffer: Tensor) -> Tensor:
-    expanded = 0 in buffer.stride()  # forward cannot write to such a view, and a copy would be larger
+    # Forward cannot write to an expanded view, and a copy would be larger.
+    expanded = buffer.layout is torch.strided and 0 in buffer.stride()
     return buffer if expanded else buffer.clone()
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from revzoo.runtime.nested import map_tensors
+from revzoo.runtime.nested import map_tensors, tensors_in
 
 
 def find_fake_mode(tensors: list[Tensor], always: bool = False) -> FakeTensorMode | None:
@@ -44,6 +44,8 @@ def make_fake(t: Tensor, mode: FakeTensorMode, home: torch.device) -> Tensor:
     """Return a FakeTensor like t that requires no gradient. In place of the meta device its device is `home`."""
     if t.is_meta and not isinstance(t, FakeTensor):
         return FakeTensor(mode, torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"), home)
+    if t.layout is not torch.strided:
+        raise FakeKernelError(f"a tensor {tuple(t.shape)} of layout {t.layout}: its size depends on its values")
     return mode.from_tensor(t.detach())
 
 
@@ -67,6 +69,10 @@ _VIEWS = {
     torch.ops.aten.unbind.int,
     torch.ops.aten.split.Tensor,
 }
+# What makes a sparse tensor of a size that does not depend on values.
+_MAKE_SPARSE = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
+_SPARSE = {torch.ops.aten._embedding_bag_backward.default, torch.ops.aten.detach.default, _MAKE_SPARSE}
+_CLONE = torch.ops.aten.clone.default
 _LSTM_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 _LSTM_LAYER_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 _LAST_OFFSET = 7  # whether the offsets of bags contain the end of the last one
@@ -96,12 +102,16 @@ class FakeMode(FakeTensorMode):
 
     Losses of squares keep the memory of all elements for the number that they return.
 
+    A sparse tensor has no values under PyTorch's mode, and so no size: what makes one raises FakeKernelError, but for gradients
+    of embeddings.
+
     PyTorch's mode looks every operation up in a cache. For a view, of which a step has more than of all else, that takes
     four times as long as the view itself.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _VIEWS and type(args[0]) is FakeTensor and args[0].fake_mode is self and args[0].constant is None:
+        is_fake = func in _VIEWS and type(args[0]) is FakeTensor and args[0].fake_mode is self and args[0].constant is None
+        if is_fake and args[0].layout is torch.strided:
             with in_kernel_invocation_manager(self):
                 views = func(*args, **(kwargs or {}))
             return map_tensors(lambda t: FakeTensor(self, t, args[0].fake_device), views)
@@ -111,6 +121,13 @@ class FakeMode(FakeTensorMode):
             raise
         except RuntimeError as error:
             raise FakeKernelError(f"{func}: {error}".partition("\n")[0]) from error
+        if any(t.layout is not torch.strided for t in tensors_in(out)) and func not in _SPARSE:
+            if func is not _CLONE or out.layout is not torch.sparse_coo:
+                raise FakeKernelError(f"{func}: the size of a sparse tensor depends on values")
+            with self:  # PyTorch's own is empty
+                parts = args[0]._indices().clone(), args[0]._values().clone()
+                dims = args[0].sparse_dim(), args[0].dense_dim()
+                return _MAKE_SPARSE(*dims, out.shape, *parts, dtype=out.dtype, layout=out.layout, device=out.device)
         if func in _NORMS and args[0].device.type == "cpu":
             dtypes = {t.dtype for t in args[1:] if isinstance(t, Tensor)}
             y, *statistics = out

@@ -33,8 +33,8 @@ class Outcome:
     """What one forward and backward leaves.
 
     Args:
-        gradients: of the parameters that require one, by name.
-        buffers: names and values.
+        gradients: of the parameters that require one, by name; those of sparse embeddings are made dense.
+        buffers: names and values, likewise.
         rng_states: states of torch's random generators.
     """
 
@@ -76,10 +76,11 @@ class Trial:
                 assign(mode)
             with nullcontext(lambda: None) if watch is None else watch(model) as end_forward:
                 self._run_both_ways(model, inputs, end_forward)
+            gradients = ((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)
             outcome = Outcome(
-                {name: p.grad for name, p in model.named_parameters() if p.requires_grad},
+                {name: None if gradient is None else _make_dense(gradient) for name, gradient in gradients},
                 # What a closure in the model holds is not copied. It may update a buffer of the model itself.
-                [*self._model.named_buffers(), *(model.named_buffers() if model is not self._model else ())],
+                [(name, _make_dense(b)) for each in dict.fromkeys((self._model, model)) for name, b in each.named_buffers()],
                 _get_rng_states(self._model),
             )
             is_copy = model is self._model or all(p.grad is None for p in self._model.parameters())
@@ -121,6 +122,10 @@ class Trial:
         random.random()
         if numpy := sys.modules.get("numpy"):
             numpy.random.random()
+
+
+def _make_dense(t: Tensor) -> Tensor:
+    return t if t.layout is torch.strided else t.to_dense()
 
 
 def _get_rng_states(model: nn.Module) -> list[Tensor]:

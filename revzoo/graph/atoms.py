@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from revzoo.analysis.dry_run import preserve_random_streams
 from revzoo.analysis.fake_tensors import find_fake_mode
 from revzoo.graph.expansion import expand_calls, get_attribute
 from revzoo.runtime.nested import map_tensors, tensors_in
@@ -150,24 +151,16 @@ def split_into_atoms(graph: GraphModule, inputs: Sequence[Any]) -> list[Atom]:
 
     Args:
         graph: as captured. Its calls are expanded.
-        inputs: what it is called with, FakeTensors or not. It runs with FakeTensors of its own.
+        inputs: what it is called with, FakeTensors or not. It runs with FakeTensors of its own, or with copies of the inputs
+            where that needs values.
     """
     expand_calls(graph)
-    mode = find_fake_mode(list(tensors_in(list(inputs))), always=True)
-    assert mode is not None
-
-    def make_fake(t: Tensor) -> Tensor:
-        fake = t.detach() if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
-        fake.requires_grad_(t.requires_grad)
-        if t.is_leaf:
-            return fake
-        result = fake.clone()  # which the graph may change in place
-        result.data = fake
-        return result
-
-    with mode, torch.set_grad_enabled(torch.is_grad_enabled()):  # the graph may switch it
-        follower = _Follower(graph, [map_tensors(make_fake, each) for each in inputs])
-        calls = [follower.run(node) for node in graph.graph.nodes if node.op not in (*_INPUTS, "output")]
+    try:
+        calls = _follow_fake(graph, inputs)
+    except Exception:  # many kinds are possible
+        if any(isinstance(t, FakeTensor) for t in tensors_in(list(inputs))):
+            raise
+        calls = _follow_copies(graph, inputs)
     place = {call.node: i for i, call in enumerate(calls)}
     group = list(range(len(calls)))  # by call: the number of the last call of its atom
     for i, call in enumerate(calls):
@@ -183,6 +176,39 @@ def split_into_atoms(graph: GraphModule, inputs: Sequence[Any]) -> list[Atom]:
     for i, last in enumerate(group):
         members.setdefault(last, []).append(calls[i])
     return [_make_atom(members[last], stale) for last in sorted(members)]
+
+
+def _follow_fake(graph: GraphModule, inputs: Sequence[Any]) -> list["_Call"]:
+    mode = find_fake_mode(list(tensors_in(list(inputs))), always=True)
+    assert mode is not None
+
+    def make_fake(t: Tensor) -> Tensor:
+        fake = t.detach() if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
+        return _take_place_of(t, fake)
+
+    with mode:
+        return _follow(graph, [map_tensors(make_fake, each) for each in inputs])
+
+
+def _follow_copies(graph: GraphModule, inputs: Sequence[Any]) -> list["_Call"]:
+    copies = [map_tensors(lambda t: _take_place_of(t, t.detach().clone()), each) for each in inputs]
+    with preserve_random_streams(tensors_in(list(inputs))):
+        return _follow(graph, copies)
+
+
+def _take_place_of(t: Tensor, copied: Tensor) -> Tensor:
+    copied.requires_grad_(t.requires_grad)
+    if t.is_leaf:
+        return copied
+    result = copied.clone()  # which the graph may change in place
+    result.data = copied
+    return result
+
+
+def _follow(graph: GraphModule, inputs: Sequence[Any]) -> list["_Call"]:
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # the graph may switch it
+        follower = _Follower(graph, inputs)
+        return [follower.run(node) for node in graph.graph.nodes if node.op not in (*_INPUTS, "output")]
 
 
 def _join(calls: Sequence["_Call"], group: list[int], first: int, last: int) -> None:

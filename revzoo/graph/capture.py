@@ -35,6 +35,7 @@ from revzoo.graph.refusal import (
     describe_backward_hooks,
     explain_failures,
     require_arguments,
+    require_no_nested_tensors,
     require_no_transforms,
     require_results,
     require_uncompiled,
@@ -46,7 +47,9 @@ from revzoo.runtime.random_state import RandomState, find_generators
 Runner = Callable[..., Any]
 RunGraph = Callable[[int, Sequence[Any]], Any]
 _MOST_GRAPHS = 1024  # of one piece of code, such as the forward of a class that is not captured in one graph with its caller's
-_COMPUTED = "It reads the values of tensors, so that planning had to compute training steps on the module's device."
+_COMPUTED = (
+    "It reads the values of tensors, or has sparse ones, so that planning had to compute training steps on the module's device."
+)
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,7 @@ class Capture:
     def _note_and_run(self, at: int, given: Sequence[Any]) -> Any:
         graph = self._graphs[at]
         require_no_transforms(self.module, graph)
+        require_no_nested_tensors(self.module, graph)
         if any(graph is each for each in self._graphs[:at]):
             graph = _copy(graph)
         atoms = split_into_atoms(graph, given)
@@ -207,7 +211,7 @@ class Capture:
 def capture(module: nn.Module, batch: Any, *, with_values: bool = False) -> Iterator[Capture]:
     """Yield the captured forward of a module for a batch, and leave the module as it was.
 
-    Nothing is computed or allocated inside, unless forward reads the values of tensors.
+    Nothing is computed or allocated inside, unless forward reads the values of tensors or the size of some depends on them.
 
     Args:
         module: any, set up as it will be trained.
@@ -219,18 +223,21 @@ def capture(module: nn.Module, batch: Any, *, with_values: bool = False) -> Iter
     """
     require_module(module)
     require_uncompiled(module)
-    with isolated(module, batch, fake=True) as fake_batch:
-        require_arguments(module, batch)
-        captured = None if with_values else _try_without_values(module, fake_batch)
-        if captured is not None:
-            yield captured
-            return
+    tensors = [*module.parameters(), *module.buffers(), *tensors_in(batch)]
+    if not with_values and all(t.layout is torch.strided for t in tensors):  # the size of others depends on values
+        with isolated(module, batch, fake=True) as fake_batch:
+            require_arguments(module, batch)
+            captured = _try_without_values(module, fake_batch)
+            if captured is not None:
+                yield captured
+                return
     if not all(map(has_value, [*module.parameters(), *tensors_in(batch)])):
         raise InputError(
             f"A step of {type(module).__name__} cannot run without values: it reads the values of tensors, and may decide by "
-            "them what to compute. Give module and batch values, or plan a submodule that reads none."
+            "them what to compute, or has sparse ones. Give module and batch values, or plan a submodule that needs none."
         )
     with isolated(module, batch) as own_batch:
+        require_arguments(module, batch)
         with explain_failures(module, own_batch):
             captured = Capture(module, own_batch, [_COMPUTED])
         yield captured

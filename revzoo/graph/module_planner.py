@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from revzoo.analysis.chains import Chain, find_chains, preserve_schedules
 from revzoo.analysis.dry_run import LossFunction
+from revzoo.analysis.fake_tensors import FakeKernelError
 from revzoo.analysis.optimizer_step import OptimizerBytes, count_optimizer
 from revzoo.errors import BudgetError, join_names
 from revzoo.format import format_bytes
@@ -153,12 +154,12 @@ def _is_on_grid(chain: nn.Module) -> bool:
 
 @contextmanager
 def _capture(module: nn.Module, batch: Any, loss: LossFunction | None) -> Iterator[tuple[Capture, Record]]:
-    """Yield a captured module and its recorded step; with values where backward, a hook or the loss reads them."""
+    """Yield a captured module and its recorded step; with values where backward, a hook or the loss needs them."""
     with ExitStack() as stack:
         try:
             captured = stack.enter_context(capture(module, batch))
             step = record(captured, loss)
-        except DataDependentOutputException:
+        except (DataDependentOutputException, DynamicOutputShapeException, FakeKernelError):
             stack.close()
             captured = stack.enter_context(capture(module, batch, with_values=True))
             step = record(captured, loss)

@@ -108,6 +108,17 @@ def require_no_transforms(module: nn.Module, graph: GraphModule) -> None:
         )
 
 
+def require_no_nested_tensors(module: nn.Module, graph: GraphModule) -> None:
+    """Raise InputError if a captured graph has nested tensors: their sizes depend on values, and they wrap several others."""
+    examples = ((node, node.meta.get("example_value")) for node in graph.graph.nodes)
+    if node := next((node for node, value in examples if any(t.is_nested for t in tensors_in(value))), None):
+        given = "its batch" if node.op == "placeholder" else name_call(node)
+        raise InputError(
+            f"The sizes of nested tensors depend on values, so {type(module).__name__} cannot be planned. Received: a nested "
+            f"tensor in {given}. Plan a submodule that has none, or pad it to a dense one."
+        )
+
+
 def describe_modes() -> Iterator[str]:
     """Yield what to do about a dispatch mode under which the compiler captures nothing, if there is one."""
     if modes := [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if not mode.ignore_compile_internals()]:

@@ -12,6 +12,7 @@ from torch import nn
 from revzoo.device import has_streams
 from revzoo.errors import InputError
 from revzoo.planning.amount import make_budget_error, read_amount
+from revzoo.runtime.live_bytes import list_parts
 
 _FREE_SHARE = 0.9  # of the free memory, for "auto": the rest is for fragments, and where nothing is run for kernel workspaces
 
@@ -41,7 +42,8 @@ def parse_budget(budget: str | int | float, device: torch.device | str, present_
 
 def count_model_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers."""
-    return sum(t.nbytes for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(part.nbytes for t in tensors.values() for part in list_parts(t))
 
 
 def free_bytes(device: torch.device | str, sharing: int = 1) -> int:

@@ -35,6 +35,15 @@ _RESIZE = "resize_"
 DEVICE = torch.ops.prim.device.default  # asked for by each `.device` of a FakeTensor; it makes nothing to count
 _ADD = torch.ops.aten.add.Tensor
 _REFERENCES_OF_A_CALL = 4  # to an argument that nobody else holds: what calls an operation, and what hands it to this mode
+_ROWS = Tensor.crow_indices, Tensor.col_indices, Tensor.values
+_COLUMNS = Tensor.ccol_indices, Tensor.row_indices, Tensor.values
+_SPARSE_PARTS: dict[torch.layout, tuple[Callable[[Tensor], Tensor], ...]] = {
+    torch.sparse_coo: (Tensor._indices, Tensor._values),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
 _DISPATCHING = ("__torch_dispatch__", "_fn", "inner")  # what lies between an operation and its caller
 
 
@@ -191,13 +200,16 @@ def _adds_up_gradients(args: tuple[Any, ...]) -> bool:
     return is_only_reference and is_dense(first) and first.shape == second.shape
 
 
+def list_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the indices and values of a sparse tensor (a gradient of an embedding, for example); any other one as it is."""
+    parts = _SPARSE_PARTS.get(tensor.layout)
+    return [tensor] if parts is None else [part(tensor) for part in parts]
+
+
 def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             if isinstance(inner := getattr(tensor, name), Tensor):  # DTensor also names its mesh
                 yield from _storages(inner)
-    elif tensor.layout is torch.sparse_coo:  # a gradient of an embedding, for example
-        yield tensor._indices().untyped_storage()
-        yield tensor._values().untyped_storage()
     else:
-        yield tensor.untyped_storage()
+        yield from (part.untyped_storage() for part in list_parts(tensor))

@@ -8,6 +8,7 @@ halved until it is.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from revzoo.analysis.chains import find_block_chains, preserve_schedules
@@ -38,7 +39,7 @@ def measure_inversion_limit(model: nn.Module, batch: Any) -> int | None:
     """
     entries = list_units(model)
     is_chain = isinstance(model, ReversibleChain | LayerChain)  # whose streams may have no batch dimension
-    examples = batch if is_chain else _first_examples(batch)
+    examples = batch if is_chain else _first_examples(model, batch)
     limit = predict_inversion_limit(model)
     with preserve_schedules(model):
         while True:
@@ -72,6 +73,8 @@ def place_anchors(entries: list[LayoutEntry], limit: int | None) -> list[Mode]:
     return limit_inverted_runs([Mode.INVERT if entry.can_invert else Mode.STORE for entry in entries], limit)
 
 
-def _first_examples(batch: Any) -> Any:
-    first = next(iter(tensors_in(batch)))
+def _first_examples(model: nn.Module, batch: Any) -> Any:
+    first, *others = tensors_in(batch)
+    if any(t.layout is not torch.strided for t in (first, *others, *model.buffers())):  # the edges of a graph, for example
+        return batch
     return map_tensors(lambda t: t[:_EXAMPLES] if t.dim() and len(t) == len(first) else t, batch)
