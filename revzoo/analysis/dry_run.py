@@ -94,11 +94,7 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
             the run asks for a value under `FakeTensorMode`.
     """
     require_module(model)
-    inputs = list(tensors_in(batch))
-    if not inputs:
-        raise InputError(f"The batch must hold at least one tensor. Received: {type(batch).__name__}.")
-    if not any(t.numel() for t in inputs):
-        raise InputError(f"The batch must hold at least one example. Received: {[tuple(t.shape) for t in inputs]}.")
+    inputs = require_batch(batch)
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError("No parameter of the model requires a gradient, so there is no backward to run.")
     if not fake and not all(map(has_value, inputs)) and all(map(has_value, model.parameters())):
@@ -256,6 +252,16 @@ def leave_autocast() -> Iterator[None]:
         _set_autocast_depth(depth)
         for kind in kinds:
             torch.set_autocast_enabled(kind, True)
+
+
+def require_batch(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch. Raises InputError if it has none, or no example."""
+    inputs = list(tensors_in(batch))
+    if not inputs:
+        raise InputError(f"The batch must hold at least one tensor. Received: {type(batch).__name__}.")
+    if not any(t.numel() for t in inputs):
+        raise InputError(f"The batch must hold at least one example. Received: {[tuple(t.shape) for t in inputs]}.")
+    return inputs
 
 
 def require_module(model: object) -> None:

@@ -12,7 +12,7 @@ from revzoo.block_steps.block_chain import get_step
 from revzoo.block_steps.conventions import SWITCH_CHECKPOINTING_OFF, is_checkpointed
 from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
 from revzoo.in_place.survey import BlockSurvey
-from revzoo.runtime.compiling import is_compiled
+from revzoo.runtime.compiling import are_compiled
 from revzoo.runtime.replaced_call import is_replaced
 
 BlockLists = dict[str, dict[str, nn.Module]]  # by the path of a list: its blocks, by their names in the network
@@ -110,10 +110,13 @@ def _require_ordinary(model: nn.Module) -> None:
             f"{chains[0].removesuffix('.') or type(model).__name__} is a reversible chain already: its activations are rebuilt "
             "in backward as it is."
         )
-    if is_compiled(model):
+    if compiled := [name or type(model).__name__ for name, module in model.named_modules() if are_compiled([module])]:
         if any(map(is_replaced, model.modules())):
             raise InputError("The network has a plan. Call revzoo.release(model), then reversible_, then plan again.")
-        raise InputError("A compiled network keeps what its compiler chose. Call reversible_ before torch.compile.")
+        raise InputError(
+            f"A compiled network keeps what its compiler chose. Received: compiled {join_names(compiled, most=3)}. Call "
+            "reversible_ before torch.compile."
+        )
     for name, module in model.named_modules():
         if is_checkpointed(module):
             raise InputError(
@@ -148,7 +151,8 @@ def _name_blocks(module: nn.Module, path: str) -> dict[str, nn.Module] | None:
 
 
 def _is_made_of_layers(block: nn.Module) -> bool:
-    return any(True for _ in block.children()) and any(True for _ in block.parameters())
+    # Norms and activations have a number for each channel alone, also where a library wraps them.
+    return any(True for _ in block.children()) and any(p.dim() > 1 for p in block.parameters())
 
 
 def _find_reasons(blocks: Mapping[str, nn.Module], surveys: Mapping[str, BlockSurvey] | None, is_named: bool) -> dict[str, str]:

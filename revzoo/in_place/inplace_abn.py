@@ -5,9 +5,10 @@ Which BatchNorms can do so is found by what happens in a forward of the network:
 others become what they were.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ from revzoo.analysis.dry_run import (
     select_differentiable,
 )
 from revzoo.device import has_value
-from revzoo.errors import InputError
+from revzoo.errors import InputError, join_names
 from revzoo.format import format_bytes
 from revzoo.inplace_abn.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, read_fold_inputs
 from revzoo.inplace_abn.function import InPlaceABNFunction
@@ -39,7 +40,6 @@ _FOLDABLE: dict[type[nn.Module], type[nn.Module]] = {
     BatchNormAct2d: FoldableBatchNormAct2d,
 }
 _KEPT_RELU = "followed by ReLU, which cannot be undone: relu_slope=0.01 makes it leaky"
-_NOTHING_TO_FOLD = "not called in training mode, or what follows cannot be undone or keeps nothing"
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def inplace_abn_(model: nn.Module, batch: Any = None, *, relu_slope: float | Non
         try:
             for norm in norms.values():
                 norm.__class__ = _FOLDABLE[type(norm)]
-            found, before_relu = _find_relus(model, batch)
+            found, reasons = _find_followers(model, batch, norms)
             relus = {} if relu_slope is None else found
             for relu in relus.values():
                 relu.__class__ = nn.LeakyReLU
@@ -151,11 +151,11 @@ def inplace_abn_(model: nn.Module, batch: Any = None, *, relu_slope: float | Non
             after, bytes_after, nodes = _run(model, batch, backward=True)
             folded = tuple(nodes[name] for name in norms if name in nodes)
             ordinary = {name: norm for name, norm in norms.items() if name not in nodes}
-            for name, norm in ordinary.items():
-                left[name] = _KEPT_RELU if norm in before_relu and relu_slope is None else _NOTHING_TO_FOLD
+            left |= {name: reasons[norm] for name, norm in ordinary.items()}
             if not folded:
-                reasons = "; ".join(sorted(set(left.values()))) or "the model has no BatchNorm2d"
-                raise InputError(f"No BatchNorm can keep its output in place of its input. Received: {reasons}.")
+                received = join_names([f"{name} {reason}" for name, reason in left.items()], most=3)
+                received = received if left else "the model has no BatchNorm2d"
+                raise InputError(f"No BatchNorm can keep its output in place of its input. Received: {received}.")
             _restore(ordinary.values(), ())
             return InPlaceABNReport(
                 folded, tuple(left.items()), tuple(relus), relu_slope, _compare(before, after), bytes_before, bytes_after
@@ -235,21 +235,34 @@ def _find_folded(model: nn.Module, outputs: list[Tensor]) -> dict[str, FoldedNor
     return folded
 
 
-def _find_relus(model: nn.Module, batch: Any) -> tuple[dict[str, nn.Module], set[nn.Module]]:
-    """Return the ReLUs that are called with the output of a foldable BatchNorm, by name, and these BatchNorms."""
-    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules() if type(module) is nn.ReLU}
-    relus, norms = dict[str, nn.Module](), set[nn.Module]()
+def _find_followers(
+    model: nn.Module, batch: Any, norms: Mapping[str, nn.Module]
+) -> tuple[dict[str, nn.Module], dict[nn.Module, str]]:
+    """Return the ReLUs that are called with the output of a foldable BatchNorm, by name, and why a BatchNorm may be left."""
+    relus = dict[str, nn.Module]()
+    reasons = dict.fromkeys(norms.values(), "is not called with this batch")
 
-    def note(relu: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and (origin := read_fold_inputs(args[0])) is not None:
-            relus[names[relu]] = relu
-            norms.add(origin.layer)
+    def note(module: nn.Module, args: tuple[Any, ...], name: str) -> None:
+        if module in reasons:
+            reasons[module] = (
+                "followed by code in which nothing keeps its output or is a leaky ReLU or ELU with a slope > 0"
+                if module.training
+                else "called in eval mode"
+            )
+        origin = read_fold_inputs(args[0]) if args else None
+        if origin is not None and type(module) is nn.ReLU:
+            relus[name], reasons[origin.layer] = module, _KEPT_RELU
+        elif origin is not None and reasons[origin.layer] != _KEPT_RELU:
+            follower = type(module).__name__ if any(module.children()) else repr(module)
+            reasons[origin.layer] = (
+                f"followed by {name} ({follower}): of activations, only leaky ReLU and ELU with a slope > 0 can be undone"
+            )
 
     with ExitStack() as stack, isolated(model, batch) as inputs:
-        for relu in names:
-            stack.callback(relu.register_forward_pre_hook(note).remove)
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(partial(note, name=name)).remove)
         call(model, inputs)
-    return relus, norms
+    return relus, reasons
 
 
 def _restore(norms: Iterable[nn.Module], relus: Iterable[nn.Module]) -> None:

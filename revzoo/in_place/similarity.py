@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revzoo.analysis.dry_run import call, in_mode, preserve
+from revzoo.analysis.dry_run import call, in_mode, preserve, require_batch
 from revzoo.analysis.likeness import measure_cosines
-from revzoo.errors import InputError
+from revzoo.errors import InputError, join_names
 from revzoo.runtime.nested import map_tensors, tensors_in
 
 
@@ -37,8 +37,9 @@ def run_network(model: nn.Module, batch: Any, begin: Callable[[], object] = lamb
     Args:
         begin: called before the network is, which may be twice (`run_without_graph`).
     Raises:
-        InputError: it returns no floating-point tensor.
+        InputError: it returns no floating-point tensor with rows; or a batch without tensors.
     """
+    require_batch(batch)
 
     def run(gradients: bool) -> Any:
         begin()
@@ -48,9 +49,11 @@ def run_network(model: nn.Module, batch: Any, begin: Callable[[], object] = lamb
     outputs = run_without_graph(run)
     main = next((t.detach() for t in tensors_in(outputs) if t.is_floating_point() and t.dim() > 1), None)
     if main is None:
+        found = [f"{t.dtype} of shape {tuple(t.shape)}" for t in tensors_in(outputs)] or [type(outputs).__name__]
         raise InputError(
-            "The network returns no rows that could be compared before and after, that is no tensor of two or more dimensions. "
-            f"Received: {type(outputs).__name__}. Return such a tensor, alone or in a tuple, dict or dataclass."
+            "The network returns no rows that could be compared before and after, that is no tensor of floating-point numbers "
+            f"with two or more dimensions. Received: {join_names(found, most=3)}. Return one, alone or in a tuple, dict or "
+            "dataclass; or leave `batch` out, and nothing is compared."
         )
     return main.float()
 

@@ -64,8 +64,7 @@ class BlockSurvey:
         fitting = [i for i, t in enumerate(results) if isinstance(t, Tensor) and (t.shape, t.dtype) == (x.shape, x.dtype)]
         fitting = [i for i in fitting if results[i] is not x] or fitting  # x itself may be handed on
         counts = {i: _count_input(state, results[i]) for i in fitting}
-        # Nothing of the state is in it, and not for want of elements to see it in.
-        unrelated = [i for i, (factor, noise) in counts.items() if factor < _LEAST_FACTOR and factor + 3 * noise < 0.5]
+        unrelated = [i for i, count in counts.items() if _is_unrelated(*count)]
         if not fitting:
             out = get_state(value)
             self.reason = (
@@ -79,10 +78,7 @@ class BlockSurvey:
                 "beginning (x += y, ReLU(inplace=True)) by one that returns a new tensor"
             )
         elif len(unrelated) == len(fitting):
-            self.reason = (
-                f"is no residual map: it returns {counts[fitting[0]][0]:z.2f} times its input and something unrelated, and a "
-                "step has to return its state with something added"
-            )
+            self.reason = _describe_unrelated(counts[fitting[0]][0])
         else:
             self.place = max(fitting, key=lambda i: counts[i][0] / (counts[i][1] or 1.0))
             factor, noise = counts[self.place]
@@ -156,10 +152,13 @@ def _survey_training(
                 "so, call the network once before)"
             )
         if survey.reason is None and survey.calls:
-            for state in filter(
-                torch.is_tensor, (look_for_state(blocks[name], args, kwargs)[0], get_state(value, survey.place))
-            ):
-                survey.training_sizes.add(state)
+            state, out = look_for_state(blocks[name], args, kwargs)[0], get_state(value, survey.place)
+            for each in filter(torch.is_tensor, (state, out)):
+                survey.training_sizes.add(each)
+            # Norms that have not been fitted hide in eval mode what a block does.
+            if isinstance(state, Tensor) and isinstance(out, Tensor) and state.shape == out.shape and state.numel():
+                count = _count_input(state, out)
+                survey.reason = _describe_unrelated(count[0]) if _is_unrelated(*count) else None
         return value
 
     def run(gradients: bool) -> None:
@@ -200,8 +199,27 @@ def watched_calls(
 
 
 def _count_input(state: Tensor, out: Tensor) -> tuple[float, float]:
-    """Return how often a state is in what a block returned, and the deviation of that if it is not in it at all."""
-    x, y = state.double().flatten(), out.double().flatten()
+    """Return how often a state is in what a block returned, and the deviation of that if it is not in it at all.
+
+    Means of channels are taken off, if the state has more than them: any two outputs of ReLUs have those in common.
+    """
+    others = [i for i in range(state.dim()) if i != 1]
+    x, y = state.double(), out.double()
+    deviations = x - x.mean(others, keepdim=True)
+    if float(deviations.norm()) > 1e-6 * float(x.norm()):
+        x, y = deviations, y - y.mean(others, keepdim=True)
     size = float(x.norm()) or 1.0
-    factor = float(x @ y) / size**2  # by least squares; 1 in x + g(x) where g(x) has nothing to do with x
-    return factor, float(y.norm()) / size / len(x) ** 0.5
+    factor = float((x * y).sum()) / size**2  # by least squares; 1 in x + g(x) where g(x) has nothing to do with x
+    return factor, float(y.norm()) / size / x.numel() ** 0.5
+
+
+def _is_unrelated(factor: float, noise: float) -> bool:
+    """Return whether nothing of the state is in a result, and not for want of elements to see it in."""
+    return factor < _LEAST_FACTOR and factor + 3 * noise < 0.5
+
+
+def _describe_unrelated(factor: float) -> str:
+    return (
+        f"is no residual map: it returns {factor:z.2f} times its input and something unrelated, and a step has to return its "
+        "state with something added"
+    )

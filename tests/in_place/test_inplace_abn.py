@@ -122,6 +122,9 @@ ODD = {
 }
 
 
+ONLY = "of activations, only leaky ReLU and ELU with a slope > 0 can be undone"
+
+
 def images(*shape, dtype=torch.float64):
     return torch.randn(shape or (3, 6, 4, 4), dtype=dtype)
 
@@ -295,7 +298,7 @@ def test_timms_batch_norm_with_activation():
     model, x = copy.deepcopy(twin), images()
     report = revzoo.inplace_abn_(model, x)
     assert [(norm.name, norm.activation) for norm in report.folded] == [("1", "leaky_relu"), ("5", "elu")]
-    assert report.left == (("3", "not called in training mode, or what follows cannot be undone or keeps nothing"),)
+    assert report.left == (("3", f"followed by 3.act (SiLU(inplace=True)): {ONLY}"),)
     assert [type(model[i]) for i in (1, 3, 5)] == [FoldableBatchNormAct2d, BatchNormAct2d, FoldableBatchNormAct2d]
     assert_same_step(model, twin, x)
 
@@ -319,7 +322,7 @@ def test_it_says_what_it_did():
     )
     assert "ReLUs that are now leaky with slope 0.01, another function: 1" in text
     assert "outputs differ by at most " in text
-    assert "left: 4 (not called in training mode, or what follows cannot be undone" in text
+    assert f"left: 4 (followed by 5 (Tanh()): {ONLY})" in text
     assert isinstance(model[2], nn.LeakyReLU)
     assert type(model[4]) is nn.BatchNorm2d
 
@@ -342,6 +345,25 @@ def test_frozen_hooked_and_foreign_norms_are_left():
         "3.1": "followed by ReLU, which cannot be undone: relu_slope=0.01 makes it leaky",
     }
     assert not model[0][1].training
+
+
+@pytest.mark.parametrize(
+    ("follower", "reason"),
+    [
+        (nn.PReLU(), r"1.0 followed by 1.1 \(PReLU\(num_parameters=1\)\): of activations"),
+        (nn.LeakyReLU(-0.1), r"1.0 followed by 1.1 \(LeakyReLU\(negative_slope=-0.1\)\): of activations, only leaky ReLU"),
+        (None, "1.0 is not called with this batch"),
+        (torch.sigmoid, "1.0 followed by code in which nothing keeps its output or is a leaky ReLU"),
+    ],
+)
+def test_a_batch_norm_that_is_left_is_named_with_what_follows_it(follower, reason):
+    class Tail(nn.Sequential):
+        def forward(self, x):
+            return x if follower is None else super().forward(x) if len(self) > 1 else follower(self[0](x))
+
+    tail = Tail(nn.BatchNorm2d(6), *([follower] if isinstance(follower, nn.Module) else []))
+    with pytest.raises(InputError, match=reason):
+        revzoo.inplace_abn_(nn.Sequential(nn.Conv2d(3, 6, 1), tail), images(2, 3, 4, 4, dtype=torch.float32))
 
 
 def test_a_hook_that_comes_later_sees_an_ordinary_tensor():
@@ -429,7 +451,7 @@ def squeeze_and_overwrite(m, x):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()), {}, r"Received: followed by ReLU.*relu_slope=0\.01 makes it leaky"),
+        (nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()), {}, r"Received: 0 followed by ReLU.*relu_slope=0\.01 makes it leaky"),
         (
             nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()),
             {"relu_slope": 0.0},

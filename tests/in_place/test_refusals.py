@@ -112,6 +112,68 @@ def test_a_residual_map_is_told_from_noise():
         revzoo.reversible_(Toy(Tanh(lambda m, x: g), Tanh()), batch=x)
 
 
+class Shuffle(nn.Module):
+    """A block of ShuffleNet: it keeps half of its channels, in other places, behind a ReLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+
+    def forward(self, x):
+        a, b = x.chunk(2, 1)
+        return torch.stack((a, self.layer(b)), 2).flatten(1, 2)
+
+
+def test_blocks_that_shuffle_channels_are_told_from_residual_ones_by_more_than_positive_means():
+    torch.manual_seed(0)
+    toy = Toy(*(Shuffle() for _ in range(4)))
+    toy.head = nn.Identity()
+    with pytest.raises(ConversionError, match=r"blocks.\d is no residual map: it returns -?0\.0\d times its input"):
+        revzoo.reversible_(toy, batch=torch.randn(4, 16, 8, 8).relu())
+
+
+def test_what_norms_that_are_not_fitted_hide_in_eval_mode_is_seen_in_training_mode():
+    torch.manual_seed(0)
+    toy = Toy(*(Tanh(lambda m, x: m.layer(x) if m.training else x) for _ in range(3)))
+    with pytest.raises(ConversionError, match=r"blocks.\d is no residual map"):
+        revzoo.reversible_(toy, batch=torch.randn(200, 6))
+
+
+@pytest.mark.parametrize(("batch", "received"), [([], "list"), ({}, "dict"), ("a", "str"), (X[:0], r"\[\(0, 6\)\]")])
+def test_a_batch_without_tensors_is_named(batch, received):
+    with pytest.raises(InputError, match=f"The batch must hold at least one .* Received: {received}"):
+        revzoo.reversible_(Toy(), batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("head", "received"),
+    [
+        (lambda x: torch.complex(x, x), r"torch.complex64 of shape \(4, 6\)"),
+        (lambda x: x.sum(), r"torch.float32 of shape \(\)"),
+        (lambda x: "text", "str"),
+    ],
+)
+def test_outputs_that_cannot_be_compared_are_described(head, received):
+    toy = Toy()
+    toy.head.forward = head
+    with pytest.raises(InputError, match=f"Received: {received}. Return one, .* or leave `batch` out"):
+        revzoo.reversible_(toy, batch=X)
+    revzoo.reversible_(toy)
+
+
+def test_a_list_of_wrapped_norms_has_no_blocks():
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = nn.BatchNorm1d(6)
+
+        def forward(self, x):
+            return self.module(x)
+
+    with pytest.raises(ConversionError, match="no list of two or more blocks"):
+        revzoo.reversible_(Toy(*(Norm() for _ in range(4))), batch=X)
+
+
 @pytest.mark.parametrize("name", ["widen", "write_into", "dictionary"])
 def test_without_a_batch_such_blocks_raise_in_their_first_call(name):
     toy = Toy(Tanh(), Tanh(BAD[name][0]), Tanh(), Tanh())
@@ -149,7 +211,7 @@ REFUSED = {
     "no list at the path": (Toy, ("head",), "'head', a Linear"),
     "shared": (shared, ("blocks",), "blocks.0 is the same module as blocks.2"),
     "nested": (nested, ("blocks", "blocks.0"), "blocks.0.0 is a part of blocks.0"),
-    "compiled": (compiled, (), "before torch.compile"),
+    "compiled": (compiled, (), "Received: compiled blocks.2. Call reversible_ before torch.compile"),
     "checkpointed": (checkpointed, (), "activation_checkpointing_disable"),
     "zoo": (lambda: revzoo.create("rev_vit_digits"), (), "reversible chain already"),
 }
