@@ -204,7 +204,7 @@ def _count_input(state: Tensor, out: Tensor) -> tuple[float, float]:
     Means of channels are taken off, if the state has more than them: any two outputs of ReLUs have those in common.
     """
     others = [i for i in range(state.dim()) if i != 1]
-    x, y = state.double(), out.double()
+    x, y = state.detach().double(), out.detach().double()
     deviations = x - x.mean(others, keepdim=True)
     if float(deviations.norm()) > 1e-6 * float(x.norm()):
         x, y = deviations, y - y.mean(others, keepdim=True)
