@@ -115,6 +115,7 @@ class State:
         elif issubclass(kind, list | tuple | set | deque):
             base = next(base for base in (list, tuple, set, deque) if issubclass(kind, base))
             inside = base.__iter__(value)
+            inside = sorted(inside, key=repr) if base is set else inside  # whose order is no part of it
         own = getattr(value, "__dict__", {}) if kind.__module__.partition(".")[0] not in ("revzoo", "torch") else {}
         return id(value), [self.describe(each, depth + 1) for each in (*inside, *own, *own.values())]
 
