@@ -157,7 +157,8 @@ class RecordedCall:
         dropped = self._dropped
         slot = len(dropped)
         dropped.append((tensor.shape, tensor.dtype))
-        self._note_source(tensor, self._given)
+        if self._sources is not None:
+            self._note_source(tensor, self._given)
         for keeper in self._keepers:
             keeper.note_saved(slot, tensor)
         if self._watch is not None:
@@ -209,8 +210,7 @@ class RecordedCall:
 
     def _note_source(self, tensor: Tensor, inputs: Sequence[Tensor]) -> None:
         """Note where a tensor that autograd saves comes from, if it need not be computed."""
-        if self._sources is None:
-            return
+        assert self._sources is not None
         for place, x in enumerate(inputs):
             if tensor is x:
                 self._sources.append(place)
