@@ -91,10 +91,11 @@ class Conditions:
                 "second run would draw others. Capture both in one graph (torch.cuda.make_graphed_callables makes two), or set "
                 "its schedule to 'store'."
             )
-        turn = take_turn(self.forward.device)
         states: list[Tensor] | None = None
-        training, statistics, entered, attributes = inventory.read_training(), None, None, None
-        try:
+        training, statistics, entered, attributes = inventory.training, None, None, None
+        turn = take_turn(self.forward.device)
+        try:  # at once: Ctrl-C in between would keep the turn for good
+            training = inventory.read_training()
             if training != inventory.training:
                 inventory.set_training(inventory.training)
             if inventory.statistics:
@@ -111,18 +112,20 @@ class Conditions:
             entered = settings.enter()
             return run(*args)
         finally:
-            if entered is not None and settings.leave(entered):
-                learned.sets_attributes = True
-            if states is not None:
-                random.restore(states)
-            if attributes is not None:
-                learned.sets_attributes |= attributes.restore()
-            if statistics is not None:
-                for buffers, present in zip(inventory.statistics, statistics, strict=True):
-                    buffers.update(present)
-            if training != inventory.training:
-                inventory.set_training(training)
-            turn.release()
+            try:
+                if entered is not None and settings.leave(entered):
+                    learned.sets_attributes = True
+                if states is not None:
+                    random.restore(states)
+                if attributes is not None:
+                    learned.sets_attributes |= attributes.restore()
+                if statistics is not None:
+                    for buffers, present in zip(inventory.statistics, statistics, strict=True):
+                        buffers.update(present)
+                if training != inventory.training:
+                    inventory.set_training(training)
+            finally:
+                turn.release()
 
     def require_unchanged(self) -> None:
         """Raise RecoveryError if a parameter, buffer or side input was changed in place or replaced since the first run."""
