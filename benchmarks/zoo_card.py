@@ -24,8 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from revzoo.analysis.autocast import leave_autocast
 from revzoo.analysis.chains import preserve_schedules
-from revzoo.analysis.dry_run import call, isolated, leave_autocast, linear_loss
+from revzoo.analysis.dry_run import call, isolated, linear_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.twin import build_twin

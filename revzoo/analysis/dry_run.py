@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.nn.parameter import is_lazy
 
+from revzoo.analysis.autocast import count_autocast, set_autocast_depth
 from revzoo.analysis.fake_tensors import FakeKernelError, find_fake_mode, is_divided_copy, make_fake, silence_failures
 from revzoo.analysis.kept_values import KeptValues
 from revzoo.device import has_value
@@ -162,27 +163,14 @@ def _restore_parameter(parameter: nn.Parameter, gradient: Tensor | None, require
 @contextmanager
 def _preserve_settings(device: torch.device) -> Iterator[None]:
     """Put settings in force again that a run has left others, as one does that an error ends inside a captured autocast."""
-    settings, grad_mode, depth = Settings(device), torch.is_grad_enabled(), _count_autocast()
+    settings, grad_mode, depth = Settings(device), torch.is_grad_enabled(), count_autocast()
     entered = settings.enter()
     try:
         yield
     finally:
         settings.leave(entered)
         torch.set_grad_enabled(grad_mode)
-        _set_autocast_depth(depth)
-
-
-def _count_autocast() -> int:
-    """Return how many blocks of autocast are entered."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-def _set_autocast_depth(depth: int) -> None:
-    for _ in range(_count_autocast(), depth):
-        torch.autocast_increment_nesting()
-    for _ in range(depth, _count_autocast()):
-        torch.autocast_decrement_nesting()
+        set_autocast_depth(depth)
 
 
 @contextmanager
@@ -231,27 +219,6 @@ def preserve_random_streams(tensors: Iterable[Tensor]) -> Iterator[None]:
         for gpu in {t.device for t in tensors if t.device.type not in ("cpu", "meta") and not isinstance(t, FakeTensor)}:
             stack.enter_context(torch.random.fork_rng(devices=[gpu], device_type=gpu.type))
         yield
-
-
-@contextmanager
-def leave_autocast() -> Iterator[None]:
-    """Run what is inside the block as after the surrounding autocast, where backward belongs.
-
-    Autocast keeps a cast of every weight until its outermost block ends, and then frees those that nothing has saved. Inside
-    it is off, its casts are freed, and a recovery that enters it again frees its own at the end, as after that block.
-    """
-    kinds = [kind for kind in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(kind)]
-    depth = _count_autocast()
-    try:
-        for kind in kinds:
-            torch.set_autocast_enabled(kind, False)
-        _set_autocast_depth(0)
-        torch.clear_autocast_cache()
-        yield
-    finally:
-        _set_autocast_depth(depth)
-        for kind in kinds:
-            torch.set_autocast_enabled(kind, True)
 
 
 def require_batch(batch: Any) -> list[Tensor]:

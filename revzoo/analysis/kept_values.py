@@ -67,7 +67,7 @@ class KeptValues(TorchDispatchMode):
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
+def leave_kept_values() -> Iterator[None]:
     """Leave `KeptValues` inside the block: for what is timed, after a run that has shown it all that is written to."""
     if isinstance(_get_current_dispatch_mode(), KeptValues):
         with _pop_mode_temporarily():

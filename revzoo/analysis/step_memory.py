@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from revzoo.analysis.autocast import leave_autocast
 from revzoo.analysis.chains import find_chains, preserve_schedules
-from revzoo.analysis.dry_run import call, isolated, leave_autocast, linear_loss, require_whole, updates_in_backward
+from revzoo.analysis.dry_run import call, isolated, linear_loss, require_whole, updates_in_backward
 from revzoo.analysis.memory_terms import OperationLog, PixelUnit
 from revzoo.analysis.optimizer_step import NO_OPTIMIZER, OptimizerBytes, count_optimizer, count_updates_apart
 from revzoo.analysis.report import MemoryReport, Peak

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from revzoo.analysis.dry_run import call, isolated, memory_errors
-from revzoo.analysis.kept_values import unwatched
+from revzoo.analysis.kept_values import leave_kept_values
 from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, bind_inputs, list_dead, prepare_calls, split_into_atoms
@@ -129,7 +129,7 @@ def _time_atoms(graph: GraphModule, atoms: Sequence[Atom], inputs: Sequence[Any]
         return marks
 
     run()  # a warm-up
-    with unwatched():
+    with leave_kept_values():
         for _ in repeat(_ROUNDS, lambda: combine_spreads([find_median(samples) for samples in (*forward, *backward)])):
             for k, marks in enumerate(run()):
                 forward[k].append(clock.measure(*marks[:2]))

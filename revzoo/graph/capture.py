@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule
 
+from revzoo.analysis.autocast import leave_autocast
 from revzoo.analysis.dry_run import (
     LossFunction,
     call,
     compute_loss,
     isolated,
-    leave_autocast,
     mark_python_streams,
     require_module,
 )

@@ -97,7 +97,7 @@ class _Run:
         self._program = program
         self._env: dict[Node, Any] = dict(bind_inputs(program.graph, inputs))
         self._inputs = dict(self._env)
-        self._given = {t.grad_fn for t in tensors_in(list(inputs))}
+        self._given = {t.grad_fn for t in tensors_in(list(inputs))} if program.places else set()
         self._begun: list[int] = []  # by call: autograd's number for its first node
         self._devices = {t.device for t in tensors_in(list(self._inputs.values()))}
         first = next((x for x in inputs if isinstance(x, Tensor)), None)
@@ -145,10 +145,10 @@ class _Run:
             self._prepare_nest(nests[number], nest)
         results = torch.fx.node.map_arg(output.args[0], self._env.__getitem__)
         if self._program.places:
-            self._number_as_called(results)
+            self._number_nodes(results)
         return results
 
-    def _number_as_called(self, results: Any) -> None:
+    def _number_nodes(self, results: Any) -> None:
         """Give autograd's nodes the numbers that they had if no atom had moved: backward sums gradients by them."""
         waiting: list[Any] = [t.grad_fn for t in tensors_in([results, *self._inputs.values()])]
         seen, places = {None, *self._given}, self._program.places
@@ -177,7 +177,8 @@ class _Run:
             random = RandomState(find_generators(self._devices))  # of all inputs: torch.rand(2, device="cuda") reads none
         self._packed.atom, self._packed.record = i, record
         for node, call in program.calls[i]:
-            self._begun.append(_get_sequence_nr())
+            if program.places:
+                self._begun.append(_get_sequence_nr())
             env[node] = call(env)
         if random is not None:
             random.end_first_run()

@@ -49,10 +49,10 @@ def run_network(model: nn.Module, batch: Any, begin: Callable[[], object] = lamb
     outputs = run_without_graph(run)
     main = next((t.detach() for t in tensors_in(outputs) if t.is_floating_point() and t.dim() > 1), None)
     if main is None:
-        found = [f"{t.dtype} of shape {tuple(t.shape)}" for t in tensors_in(outputs)] or [type(outputs).__name__]
+        received = [f"{t.dtype} of shape {tuple(t.shape)}" for t in tensors_in(outputs)] or [type(outputs).__name__]
         raise InputError(
             "The network returns no rows that could be compared before and after, that is no tensor of floating-point numbers "
-            f"with two or more dimensions. Received: {join_names(found, most=3)}. Return one, alone or in a tuple, dict or "
+            f"with two or more dimensions. Received: {join_names(received, most=3)}. Return one, alone or in a tuple, dict or "
             "dataclass; or leave `batch` out, and nothing is compared."
         )
     return main.float()

@@ -64,7 +64,7 @@ class BlockSurvey:
         fitting = [i for i, t in enumerate(results) if isinstance(t, Tensor) and (t.shape, t.dtype) == (x.shape, x.dtype)]
         fitting = [i for i in fitting if results[i] is not x] or fitting  # x itself may be handed on
         counts = {i: _count_input(state, results[i]) for i in fitting}
-        unrelated = [i for i, count in counts.items() if _is_unrelated(*count)]
+        unrelated = [i for i, count in counts.items() if _lacks_state(*count)]
         if not fitting:
             out = get_state(value)
             self.reason = (
@@ -78,7 +78,7 @@ class BlockSurvey:
                 "beginning (x += y, ReLU(inplace=True)) by one that returns a new tensor"
             )
         elif len(unrelated) == len(fitting):
-            self.reason = _describe_unrelated(counts[fitting[0]][0])
+            self.reason = _describe_lack(counts[fitting[0]][0])
         else:
             self.place = max(fitting, key=lambda i: counts[i][0] / (counts[i][1] or 1.0))
             factor, noise = counts[self.place]
@@ -158,7 +158,7 @@ def _survey_training(
             # Norms that have not been fitted hide in eval mode what a block does.
             if isinstance(state, Tensor) and isinstance(out, Tensor) and state.shape == out.shape and state.numel():
                 count = _count_input(state, out)
-                survey.reason = _describe_unrelated(count[0]) if _is_unrelated(*count) else None
+                survey.reason = _describe_lack(count[0]) if _lacks_state(*count) else None
         return value
 
     def run(gradients: bool) -> None:
@@ -213,12 +213,12 @@ def _count_input(state: Tensor, out: Tensor) -> tuple[float, float]:
     return factor, float(y.norm()) / size / x.numel() ** 0.5
 
 
-def _is_unrelated(factor: float, noise: float) -> bool:
+def _lacks_state(factor: float, noise: float) -> bool:
     """Return whether nothing of the state is in a result, and not for want of elements to see it in."""
     return factor < _LEAST_FACTOR and factor + 3 * noise < 0.5
 
 
-def _describe_unrelated(factor: float) -> str:
+def _describe_lack(factor: float) -> str:
     return (
         f"is no residual map: it returns {factor:z.2f} times its input and something unrelated, and a step has to return its "
         "state with something added"

@@ -39,8 +39,9 @@ def require_fit(
         others: given the bytes that a step may take, returns what else fits, to be typed.
     """
     with suppress(InputError):  # the memory of other devices is not known, and networks that ask for values cannot be counted
+        free = free_bytes(device, sharing) + present_bytes
         taken = count(size) if taken is None else taken
-        if taken > (free := free_bytes(device, sharing) + present_bytes):
+        if taken > free:
             limit = parse_budget("auto", device, present_bytes, sharing=sharing)
             words = f"{format_bytes(free)} are free"
             raise BudgetError(explain_shortage(count, size, word, limit, words, others(limit), taken, multiple))

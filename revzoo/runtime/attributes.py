@@ -21,7 +21,7 @@ from torch import Generator, Size, Tensor, device, dtype, nn
 _MOST = 100_000  # objects that are looked into, those nearest to the module first: a module may hold a data set
 _PLAIN = {str, int, float, complex, bool, bytes, type(None), Size, device, dtype, BuiltinFunctionType, ModuleType}
 # Packages whose objects are not looked into: locks, queues and caches are their own affair.
-_CLOSED = {"torch", "numpy", "revzoo"}
+_LIBRARIES = {"torch", "numpy", "revzoo"}
 _STANDARD = os.path.dirname(os.__file__)
 _OPEN = (nn.Module, Tensor, UserDict, UserList, SimpleNamespace)  # but for these
 _OTHERS = (nn.Module, Tensor, FunctionType, MethodType, partial, tuple)  # what they hold is not a module's own
@@ -58,12 +58,12 @@ class _Snapshot:
             inside += each.__self__, each.__func__
         elif issubclass(kind, partial):
             inside += each.func, each.args, each.keywords
-        elif kind is FunctionType and not _is_closed(str(each.__module__)):
+        elif kind is FunctionType and not _is_library(str(each.__module__)):
             inside += each.__defaults__, each.__kwdefaults__
             for cell in each.__closure__ or ():
                 with suppress(ValueError):  # no value yet
                     held.append(_Variable(cell))
-        if not issubclass(kind, type) and (issubclass(kind, _OPEN) or not _is_closed(str(kind.__module__))):
+        if not issubclass(kind, type) and (issubclass(kind, _OPEN) or not _is_library(str(kind.__module__))):
             with suppress(AttributeError):
                 held.append(_Mapping(object.__getattribute__(each, "__dict__")))
         self._held += [each.restore for each in held]
@@ -195,7 +195,7 @@ def _mark_state(each: Any) -> Callable[[], bool] | None:
 
 
 @cache
-def _is_closed(module: str) -> bool:
+def _is_library(module: str) -> bool:
     name, _, _ = module.partition(".")
     file = getattr(sys.modules.get(name), "__file__", None) or _STANDARD  # a file of the user's may have a standard name
-    return name in _CLOSED or (name in sys.stdlib_module_names and file.startswith(_STANDARD))
+    return name in _LIBRARIES or (name in sys.stdlib_module_names and file.startswith(_STANDARD))

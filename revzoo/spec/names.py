@@ -15,6 +15,7 @@ INDEX_SUFFIX = ".index.json"  # added to the name of a file of weights, gives th
 WEIGHTS_INDEX = CONVERTED_WEIGHTS + INDEX_SUFFIX
 UNUSED_WEIGHTS = "unused.safetensors"  # of a converted network: tensors of the original that it has no place for
 BEST_WEIGHTS = "best.safetensors"  # next to spec.yaml in the folder of a run
+NAME_A_RUN = " Name one that revzoo train has written."  # what to do about a path that is no run
 TOKENIZER = "tokenizer.json"  # next to the weights of a model for texts
 BYTES = "bytes"  # the tokenizer that needs no file
 _MOST = 3  # folders that one hint names
@@ -103,7 +104,7 @@ def refuse_source(
 def require_checkpoint(path: str) -> None:
     """Raise MissingFileError unless there is a file, of weights or their index, or a folder."""
     if not os.path.exists(path) and not os.path.exists(path + INDEX_SUFFIX):
-        hint = find_beside(path) or " Name one that revzoo train has written."
+        hint = find_beside(path) or NAME_A_RUN
         raise MissingFileError(path, "a checkpoint or the folder of a run", hint)
 
 

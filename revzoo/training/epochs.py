@@ -208,8 +208,8 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
 
 def _report_unreadable(run: Run) -> None:
     """Print, and write into the run's folder, which images could not be read, each of them once."""
-    found = gather_unreadable(run.data)
-    for split, names in call_on_main(run.accelerator, lambda: run.folder.note_unreadable(found)).items():
+    unreadable = gather_unreadable(run.data)
+    for split, names in call_on_main(run.accelerator, lambda: run.folder.note_unreadable(unreadable)).items():
         run.display.console.print(f"Note: {describe_unreadable(split, names)}.")
 
 

@@ -21,6 +21,7 @@ from revzoo.spec.loading import load_spec
 from revzoo.spec.names import (
     BEST_WEIGHTS,
     CONVERTED_WEIGHTS,
+    NAME_A_RUN,
     TOKENIZER,
     WEIGHTS_INDEX,
     find_inside,
@@ -35,8 +36,6 @@ from revzoo.training.preprocessing import adopt_preprocessing
 from revzoo.training.processes import open_accelerator
 from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
-
-_NAMED = " Name one that revzoo train has written."
 
 
 def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
@@ -89,7 +88,7 @@ def _explain_missing(path: Path) -> RevzooError:
     require_checkpoint(str(path))
     return CheckpointError(
         f"{path} is not the folder of a run with weights: there is no {BEST_WEIGHTS} in it."
-        f"{find_inside(str(path), BEST_WEIGHTS) or _NAMED}"
+        f"{find_inside(str(path), BEST_WEIGHTS) or NAME_A_RUN}"
     )
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revzoo.analysis.dry_run import accumulated_gradients, leave_autocast, updates_in_backward
+from revzoo.analysis.autocast import leave_autocast
+from revzoo.analysis.dry_run import accumulated_gradients, updates_in_backward
 from revzoo.analysis.optimizer_step import copy_optimizer, count_optimizer, count_updates_apart
 from revzoo.analysis.report import MemoryReport
 from revzoo.analysis.step_memory import measure_modes

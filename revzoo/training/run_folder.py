@@ -33,7 +33,7 @@ from revzoo.errors import CheckpointError, InputError, RevzooError, quote
 from revzoo.file import sync, write_text
 from revzoo.format import count_noun
 from revzoo.metric import CHOSEN
-from revzoo.spec.names import BEST_WEIGHTS, find_beside, find_inside
+from revzoo.spec.names import BEST_WEIGHTS, NAME_A_RUN, find_beside, find_inside
 from revzoo.training.terminal import has_lost_others
 
 RECIPE = "config.yaml"
@@ -159,7 +159,7 @@ class RunFolder:
                 remedy = f" It was killed before anything was trained: start it again, with --out {quote(self.path)}."
                 if not was_killed:
                     known = find_inside(str(self.path), RECIPE) if self.path.is_dir() else find_beside(str(self.path))
-                    remedy = known or " Name one that revzoo train has written."
+                    remedy = known or NAME_A_RUN
                 raise CheckpointError(f"{self.path} is not the folder of a run: there is no {name} in it.{remedy}")
 
     def is_begun(self) -> bool:

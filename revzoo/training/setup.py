@@ -86,10 +86,8 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
     )
     updates_per_epoch = math.ceil(len(data.train) / options.accumulate)  # the last one may take fewer batches
     updates = options.count_updates(updates_per_epoch)
-    epochs, batches = (
-        math.ceil(updates / updates_per_epoch),
-        min(options.epochs * len(data.train), updates * options.accumulate),
-    )
+    epochs = math.ceil(updates / updates_per_epoch)
+    batches = min(options.epochs * len(data.train), updates * options.accumulate)
     if options.max_updates is not None and recipe.schedule.warmup_epochs * updates_per_epoch >= updates:
         notes.append(f"schedule.warmup_epochs={recipe.schedule.warmup_epochs} lasts all of the {updates} updates")
     coupling = make_coupling_schedule(recipe, model, updates)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import revzoo
-from revzoo.analysis.dry_run import isolated, leave_autocast, linear_loss
+from revzoo.analysis.autocast import leave_autocast
+from revzoo.analysis.dry_run import isolated, linear_loss
 from revzoo.planning.profiling.count import count, count_peak
 from revzoo.planning.solvers.schedule_totals import peak
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls

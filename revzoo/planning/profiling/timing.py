@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from revzoo.analysis.autocast import leave_autocast
 from revzoo.analysis.chains import preserve_schedules
-from revzoo.analysis.dry_run import LossFunction, call, compute_loss, isolated, leave_autocast, memory_errors
-from revzoo.analysis.kept_values import KeptValues, unwatched
+from revzoo.analysis.dry_run import LossFunction, call, compute_loss, isolated, memory_errors
+from revzoo.analysis.kept_values import KeptValues, leave_kept_values
 from revzoo.device import forget_peak, has_streams
 from revzoo.planning.profiling.clock import Clock, Median, combine_spreads, find_median, make_clock, repeat, smooth_rising
 from revzoo.planning.profiling.hooks import StepHooks, assign_schedule, list_units
@@ -221,7 +222,7 @@ def _time_step(
     """Run a training step; return the seconds of all of it, of each unit's forward, and of each unit's backward."""
     assign_schedule(model, modes, lookahead)
     clock = _Watch(make_clock(next(model.parameters()).device, elapsed=bool(lookahead)))
-    with memory_errors(), isolated(model, batch) as inputs, unwatched(), StepHooks(model, clock) as hooks:
+    with memory_errors(), isolated(model, batch) as inputs, leave_kept_values(), StepHooks(model, clock) as hooks:
         clock.mark("begin", -1)
         hooks.enter_forward()
         outputs = call(model, inputs)
@@ -261,7 +262,7 @@ def measure_workspace(
         return 0
     with preserve_schedules(model), ExitStack() as stack:
         _warm_up(stack, model, batch, modes, loss, lookahead)  # cuDNN tries kernels that it does not choose
-        with memory_errors(), isolated(model, batch) as inputs, unwatched():
+        with memory_errors(), isolated(model, batch) as inputs, leave_kept_values():
             if device.type == "cuda":
                 torch._C._cuda_clearCublasWorkspaces()  # so that they count, whatever ran before
             forget_peak(device)  # and blocks are as large as what they are made for

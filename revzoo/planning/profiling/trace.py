@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from revzoo.analysis.dry_run import LossFunction, call, compute_loss, leave_autocast
+from revzoo.analysis.autocast import leave_autocast
+from revzoo.analysis.dry_run import LossFunction, call, compute_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.block_steps.block_chain import BlockStep
 from revzoo.errors import InputError
