@@ -1,8 +1,9 @@
-"""`revzoo list`: the names of the models and recipes, and what was measured of them."""
+"""`revzoo list`: the models and recipes, what each is, and what was measured of them."""
 
 import argparse
 import json
 import re
+import sys
 from itertools import takewhile
 from pathlib import Path
 
@@ -14,32 +15,35 @@ SUMMARY = "List the models."
 
 def declare(parser: Parser) -> None:
     """Add the arguments of `revzoo list`."""
-    parser.add_argument("pattern", nargs="?", default="*", help="shell-style, such as 'rev_vit*'")
+    parser.add_argument("pattern", nargs="?", default="*", help="how a name begins, or shell-style, such as 'rev_*_b'")
     declare_import(parser)
     parser.add_argument("--recipes", action="store_true", help="list the recipes of revzoo train instead")
-    parser.add_argument("--long", action="store_true", help="also parameters, FLOPs, memory and weights, or what a recipe does")
+    parser.add_argument(
+        "--long", action="store_true", help="FLOPs and memory instead of words; a table also where the output is no terminal"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the names that match; with --long also what was measured for models, or what the files of recipes say."""
-    from revzoo.spec import list_models, list_recipes
+    """Print a table of what matches; bare names for programs, where the output is no terminal and --long was not asked for."""
+    from revzoo.spec.names import data_root, list_models, list_recipes, model_files, recipe_files
 
     kind, list_names = ("recipe", list_recipes) if arguments.recipes else ("model", list_models)
-    names = list_names(arguments.pattern)
+    names = list_names(arguments.pattern) or list_names(f"{arguments.pattern}*")
     if not names:
         raise UnknownNameError(kind, arguments.pattern, list_names("*"))
-    if not arguments.long:
+    if not (arguments.long or sys.stdout.isatty()):
         print("\n".join(names))
         return 0
     from revzoo.display.console import print_renderable
-    from revzoo.display.tables.zoo import tabulate_recipes, tabulate_zoo
-    from revzoo.spec.names import data_root, recipe_files
+    from revzoo.display.tables.zoo import tabulate_models, tabulate_recipes, tabulate_zoo
 
+    files = recipe_files() if arguments.recipes else model_files()
+    meanings = {name: _read_first_sentence(files[name]) for name in names}
     if arguments.recipes:
-        files = recipe_files()
-        print_renderable(tabulate_recipes({name: _read_first_sentence(files[name]) for name in names}))
-    else:
-        print_renderable(tabulate_zoo(names, json.loads((data_root() / "docs" / "zoo.json").read_text(encoding="utf-8"))))
+        print_renderable(tabulate_recipes(meanings))
+        return 0
+    rows = json.loads((data_root() / "docs" / "zoo.json").read_text(encoding="utf-8"))
+    print_renderable(tabulate_zoo(names, rows) if arguments.long else tabulate_models(meanings, rows))
     return 0
 
 
