@@ -8,7 +8,6 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from revzoo.checkpoint.files import find_weights
 from revzoo.errors import CheckpointError, UnknownNameError, quote
 from revzoo.hub import fetch_if_on_hub
 from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, data_root, model_files
@@ -68,6 +67,8 @@ def find_folder_weights(source: str | Path) -> Path | None:
     Raises:
         CheckpointError: there is a spec in the folder, and no weights.
     """
+    from revzoo.checkpoint.files import find_weights  # which imports torch: the index is asked before
+
     source = fetch_if_on_hub(source)
     folder = Path(source)
     if str(source) in model_files() or not os.path.isfile(folder / "spec.yaml"):

@@ -25,7 +25,8 @@ def declare(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a table of what matches; bare names for programs, where the output is no terminal and --long was not asked for."""
-    from revzoo.spec.names import data_root, list_models, list_recipes, model_files, recipe_files
+    from revzoo.spec import list_models, list_recipes
+    from revzoo.spec.names import data_root, model_files, recipe_files
 
     kind, list_names = ("recipe", list_recipes) if arguments.recipes else ("model", list_models)
     names = list_names(arguments.pattern) or list_names(f"{arguments.pattern}*")

@@ -11,6 +11,8 @@ from revzoo.errors import InputError, UnknownNameError, find_nearest
 from revzoo.hub import HUB_PREFIX
 from revzoo.spec.loading import find_spec_file
 from revzoo.spec.names import ALIKE, model_files
+from revzoo.spec.outline import check_names
+from revzoo.training.recipe_check import list_if_unknown
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,6 +45,7 @@ def read_name(words: Sequence[str], *, of_any_module: bool = False) -> tuple[str
     Raises:
         InputError: there is no name, or more than one.
         UnknownNameError: no model has the name.
+        SpecError: the overrides have problems.
     """
     names, overrides = split_overrides(list(words))
     if len(names) != 1:
@@ -50,7 +53,8 @@ def read_name(words: Sequence[str], *, of_any_module: bool = False) -> tuple[str
     [name] = names
     try:
         if not (is_any_module(name) or name.startswith(HUB_PREFIX)):
-            find_spec_file(name)  # a wrong name is refused before torch is imported
+            find_spec_file(name)  # wrong names are refused before torch is imported
+            check_names(name, overrides)
     except UnknownNameError:
         if not of_any_module or find_nearest(name, model_files(), ALIKE):
             raise
@@ -79,10 +83,18 @@ def declare_model(
     parser.add_argument("--dtype", choices=DTYPES, help=DTYPE_HELP)
     parser.add_argument(
         "--optimizer",
+        type=_optimizer,
         metavar="NAME",
         help="a timm optimizer, such as adamw, whose state is counted too (default: none)",
     )
     parser.add_argument("--meta", action="store_true", help="count bytes and FLOPs only: nothing is allocated, run or timed")
+
+
+def _optimizer(name: str) -> str:
+    """Return timm's name of an optimizer, or raise UnknownNameError before timm is imported."""
+    if known := list_if_unknown(name):
+        raise UnknownNameError("optimizer", name, known)
+    return name
 
 
 def create_model(arguments: argparse.Namespace) -> "Model":

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from revzoo.errors import SpecError, SpecProblem, UnknownNameError, find_nearest, quote
 from revzoo.spec.names import BYTES, model_files, recipe_files, refuse_source
+from revzoo.spec.outline import check_names
 from revzoo.spec.parsing import parse, to_plain
 from revzoo.spec.schema import Spec
 from revzoo.spec.synonym import TIMM
 from revzoo.spec.tree import YamlNode, apply_overrides, list_places, load_tree, merge
 from revzoo.training.options import TO_BE_NAMED, ModelOptions, Recipe
-from revzoo.training.recipe_check import find_contradictions, find_optimizer_problems
+from revzoo.training.recipe_check import find_contradictions, find_problems_for_timm
 
 DEFAULT_RECIPE = "digits"
 _FILE = "config.yaml"  # the recipe in the folder of a run
@@ -61,7 +62,9 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
         if problem.path not in reported
         and (complete or (problem.path != "data.root" and problem.received != repr(TO_BE_NAMED)))
     ]
-    if problems := problems or list(find_optimizer_problems(tree)):
+    if recipe is not None and not problems:
+        _check_overrides(recipe.model)
+    if problems := problems or list(find_problems_for_timm(tree)):
         raise SpecError(problems)
     assert recipe is not None
     model = recipe.model
@@ -96,6 +99,16 @@ def _point_to_model(problem: SpecProblem) -> SpecProblem:
     if key in {f.name for f in fields(Recipe)} or not (key in TIMM or key in {f.name for f in fields(Spec)}):
         return problem
     return replace(problem, hint=f" For the model, set it by model.overrides=[{problem.path}=...].")
+
+
+def _check_overrides(model: ModelOptions) -> None:
+    """Raise SpecError for names in the overrides of a model with a name that no part has, before torch is imported."""
+    try:
+        if model.name in model_files():
+            check_names(model.name, model.overrides)
+    except SpecError as error:
+        if [problem.path for problem in error.problems] != ["head.outputs"]:  # missing, it is what the data need
+            raise
 
 
 def _absolute_if_folder(name: str) -> str:

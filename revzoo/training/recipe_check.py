@@ -1,11 +1,15 @@
 """Checks of a recipe beyond the types of its values: settings that contradict each other, or have no effect together."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
+from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
+from revzoo.checkpoint.index import read_index
 from revzoo.data.options import BUNDLED, TEXTS, UNROTATED, is_own
 from revzoo.errors import SpecProblem, did_you_mean, join_names
 from revzoo.spec.names import model_files
@@ -74,12 +78,12 @@ def _find_unread(name: str) -> set[str]:
 
 
 def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
-    """Yield the problems of values that are each of the right type but do not go together, or that only timm knows."""
+    """Yield the problems of values that are each of the right type but do not go together, which is known without torch."""
     if _value(tree, "model.pretrained") is True:
         yield from _find_missing_weights(tree)
-    policy = _value(tree, "data.augment.auto_augment")
-    if isinstance(policy, str) and not _is_policy(policy):
-        yield _node(tree, "data.augment.auto_augment").problem("a timm policy, such as 'rand-m9-mstd0.5' or 'original'")
+    opt = _node(tree, "optimizer.opt")
+    if isinstance(opt.value, str) and (optimizers := list_if_unknown(opt.value)):
+        yield _refuse_optimizer(opt, optimizers)
     name = _value(tree, "data.name")
     if isinstance(name, str) and name not in BUNDLED and not is_own(name) and _value(tree, "data.root") is None:
         yield _node(tree, "data.root").problem(f"the folder of the data, for name: {name}", hint=" Add data.root=DIR.")
@@ -163,24 +167,36 @@ def _list_update_rules(get: Callable[[str], Any]) -> list[_Rule]:
     ]
 
 
-def find_optimizer_problems(tree: YamlNode) -> Iterator[SpecProblem]:
-    """Yield the problems of the optimizer. timm knows them, which takes seconds to import: other problems are said before."""
+def find_problems_for_timm(tree: YamlNode) -> Iterator[SpecProblem]:
+    """Yield the problems that only timm knows, which takes seconds to import: all others are said before."""
     from timm.optim import get_optimizer_info, list_optimizers
 
+    policy = _value(tree, "data.augment.auto_augment")
+    if isinstance(policy, str) and not _is_policy(policy):
+        yield _node(tree, "data.augment.auto_augment").problem("a timm policy, such as 'rand-m9-mstd0.5' or 'original'")
     opt, optimizers = _node(tree, "optimizer.opt"), [str(name) for name in list_optimizers()]
     if isinstance(opt.value, str) and opt.value not in optimizers:
-        hint = did_you_mean(opt.value, optimizers)
-        yield opt.problem(f"the name of a timm optimizer ({join_names(optimizers)})", hint=hint)
+        yield _refuse_optimizer(opt, optimizers)
     elif isinstance(opt.value, str) and get_optimizer_info(opt.value).second_order:
         yield opt.problem("a first-order optimizer: this one needs the computation graph of the gradient")
     if _value(tree, "optimizer.weight_decay_of") == "all" and _value(tree, "optimizer.layer_decay") is not None:
         yield _node(tree, "optimizer.layer_decay").problem("null with weight_decay_of: all")
 
 
+def _refuse_optimizer(opt: YamlNode, known: list[str]) -> SpecProblem:
+    return opt.problem(f"the name of a timm optimizer ({join_names(known)})", hint=did_you_mean(opt.value, known))
+
+
+def list_if_unknown(opt: str) -> list[str]:
+    """Return the names of timm's optimizers where its source does not have this one as a word; otherwise nothing."""
+    timm = find_spec("timm")
+    file = Path(str(timm and timm.origin)).parent / "optim" / "_optim_factory.py"
+    text = file.read_text(encoding="utf-8") if file.is_file() else opt
+    return [] if opt in re.findall(r"\w+", text) else sorted(re.findall(r"name='(\w+)'", text))
+
+
 def _find_missing_weights(tree: YamlNode) -> Iterator[SpecProblem]:
     """Yield the problem of a pretrained model that names two places of weights, or has none."""
-    from revzoo.checkpoint.index import read_index  # which imports torch
-
     checkpoint, pretrained, name = (_node(tree, f"model.{key}") for key in ("checkpoint", "pretrained", "name"))
     if _value(tree, "model.checkpoint") is not None:  # typed, it takes the place of the weights that a recipe starts from
         if checkpoint.file != OVERRIDE or pretrained.file == OVERRIDE:
