@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from revzoo.analysis.dry_run import isolated, require_module
+from revzoo.analysis.dry_run import LossFunction, isolated, require_module
 from revzoo.analysis.memory_terms import PixelUnit
 from revzoo.analysis.report import PixelReport
 from revzoo.analysis.step_memory import run_and_measure
@@ -15,7 +15,7 @@ from revzoo.model.model import Model
 _BATCH_SIZE = 32
 
 
-def bytes_per_pixel(model: nn.Module | str, batch: Tensor | None = None) -> PixelReport:
+def bytes_per_pixel(model: nn.Module | str, batch: Tensor | None = None, *, loss: LossFunction | None = None) -> PixelReport:
     """Count what a training step needs for each pixel, under `FakeTensorMode`: nothing is allocated, and no image is needed.
 
     The model runs as it is now: its schedule, its training flag, and autocast if it is active. It is left as it was.
@@ -23,9 +23,10 @@ def bytes_per_pixel(model: nn.Module | str, batch: Tensor | None = None) -> Pixe
     Args:
         model: a name or YAML file as for `revzoo.create`, or any network for images.
         batch: images (B, C, H, W), also on the meta device; None is 32 images of the spec's size.
+        loss: as for `revzoo.measure_memory`.
     Raises:
-        InputError: a network for texts, a batch that is no batch of images, no batch for a network without a spec, or nothing
-            that requires a gradient.
+        InputError: a network for texts, a batch that is no batch of images, no batch for a network without a spec, nothing
+            that requires a gradient, or a loss that is not one number.
     """
     if isinstance(model, str):
         model = create(model, device="meta")
@@ -44,7 +45,7 @@ def bytes_per_pixel(model: nn.Module | str, batch: Tensor | None = None) -> Pixe
             "revzoo.measure_memory(model, batch)."
         )
     with isolated(model, batch, fake=True) as inputs:
-        step = run_and_measure(model, inputs, stages=list(_list_stages(model)))
+        step = run_and_measure(model, inputs, stages=list(_list_stages(model)), loss=loss)
     count, _, height, width = batch.shape
     return PixelReport(count, (height, width), step.memory.weight_bytes, step.peaks, step.memory.activation_bytes)
 

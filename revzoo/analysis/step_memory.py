@@ -1,17 +1,17 @@
 """Count the memory of a training step: weights, gradients, batch and activations, to the byte, with or without a device."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from revzoo.analysis.autocast import leave_autocast
 from revzoo.analysis.chains import find_chains, preserve_schedules
-from revzoo.analysis.dry_run import call, isolated, linear_loss, require_whole, updates_in_backward
+from revzoo.analysis.dry_run import LossFunction, call, compute_loss, isolated, require_whole, updates_in_backward
 from revzoo.analysis.memory_terms import OperationLog, PixelUnit
 from revzoo.analysis.optimizer_step import NO_OPTIMIZER, OptimizerBytes, count_optimizer, count_updates_apart
 from revzoo.analysis.report import MemoryReport, Peak
@@ -25,11 +25,12 @@ from revzoo.runtime.replaced_call import is_replaced
 AS_IT_IS = "as it is"  # the present schedule, or none
 
 
-def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
+def measure_memory(
+    model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None, *, loss: LossFunction | None = None
+) -> MemoryReport:
     """Run one forward and backward of the model and count the memory that they take.
 
-    The loss is the sum of all outputs: it saves nothing for backward, and the outputs are freed before backward begins. The
-    model runs as it is now: its schedule, its training flag, and autocast if it is active. Afterwards weights, gradients,
+    The model runs as it is now: its schedule, its training flag, and autocast if it is active. Afterwards weights, gradients,
     buffers, batch and random generators are as before; only the peak statistics of the CUDA allocator are reset.
 
     Args:
@@ -38,13 +39,15 @@ def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimize
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         optimizer: its state is counted too; before its first step, the state that this step will create. So is what its
             update takes besides that, after backward.
+        loss: computes the loss from what the model returns; None is the sum of all outputs, which saves nothing for backward:
+            the outputs are freed before it begins.
     Raises:
-        InputError: the model is no module; the batch has no tensor or no example; nothing requires a gradient; or the
-            optimizer has other parameters than the model's, or a state that cannot be predicted.
+        InputError: the model is no module; the batch has no tensor or no example; nothing requires a gradient; the loss is not
+            one number; or the optimizer has other parameters than the model's, or a state that cannot be predicted.
     """
     taken = count_optimizer(model, optimizer)
     with isolated(model, batch) as inputs:
-        return run_and_measure(model, inputs, taken).memory
+        return run_and_measure(model, inputs, taken, loss=loss).memory
 
 
 class CountedStep(NamedTuple):
@@ -70,7 +73,7 @@ def run_and_measure(
     *,
     units: Sequence[str] = (),
     stages: Sequence[PixelUnit] = (),
-    loss: Callable[[Any], Tensor] = linear_loss,
+    loss: LossFunction | None = None,
     other_bytes: int | None = None,
 ) -> CountedStep:
     """Run a forward and backward inside `isolated`, and count what it takes.
@@ -81,7 +84,7 @@ def run_and_measure(
         optimizer: what the optimizer takes.
         units: names of submodules, in the order of their calls.
         stages: modules whose peaks are split into terms.
-        loss: computes the loss from what the model returns.
+        loss: as for `measure_memory`.
         other_bytes: what else is alive during the whole step.
     """
     live = _create_log(model, stages)
@@ -93,7 +96,7 @@ def run_and_measure(
         with _record_starts(model, units, live) as starts:
             outputs = call(model, batch)
         end = live.now()
-        total = loss(outputs)
+        total = compute_loss(loss, outputs)
         del outputs
         with leave_autocast():
             forward = live.now()
@@ -150,7 +153,7 @@ def measure_modes(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     in_backward: bool = False,
-    loss: Callable[[Any], Tensor] = linear_loss,
+    loss: LossFunction | None = None,
     other_bytes: int | None = None,
     modes: Sequence[str] = MODES,
 ) -> tuple[dict[str, MemoryReport], str | None]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.analysis.chains import preserve_schedules
-from revzoo.analysis.dry_run import call, isolated, select_differentiable
+from revzoo.analysis.dry_run import LossFunction, call, compute_loss, isolated, select_differentiable
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.forward import processes_communicate
 from revzoo.runtime.mode import Mode
@@ -53,15 +53,16 @@ class Trial:
     Cost: the memory of one copy at a time.
     """
 
-    def __init__(self, model: nn.Module, batch: Any):
+    def __init__(self, model: nn.Module, batch: Any, loss: LossFunction | None = None):
         self._model = model
         self._batch = batch
+        self._loss = loss
         self._copies = not processes_communicate() and not is_compiled(model)
         self._latest = WeakSet[nn.Module]()  # modules of the latest copy, while they are alive
         self._devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
 
     def run(self, mode: Mode | None = None, *, tripwire: bool = True, watch: WatchFactory | None = None) -> Outcome:
-        """Run forward and backward, with the same random gradient of the outputs in each run.
+        """Run forward and backward, with the same random gradient of the loss, or of all outputs, in each run.
 
         Args:
             mode: of every step; None keeps the schedules.
@@ -109,7 +110,8 @@ class Trial:
         return copied
 
     def _run_both_ways(self, model: nn.Module, inputs: Any, end_forward: Callable[[], object]) -> None:
-        outputs = select_differentiable(call(model, inputs))
+        outputs = call(model, inputs)
+        outputs = select_differentiable(outputs) if self._loss is None else [compute_loss(self._loss, outputs)]
         end_forward()
         self._draw()
         rng = torch.Generator().manual_seed(0)  # a constant gradient would vanish in a norm before the output

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from revzoo.analysis.chains import find_steps, require_chains
-from revzoo.analysis.dry_run import Paths
+from revzoo.analysis.dry_run import LossFunction, Paths
 from revzoo.analysis.trial import Gradients, Outcome, Trial
 from revzoo.errors import RecoveryError, join_names
 from revzoo.format import format_dtype, format_ratio
@@ -96,7 +96,7 @@ class VerifyReport:
         return "\n".join([*lines, f"Not safe to train in {dtype}:", *(f"  - {problem}" for problem in self.problems)])
 
 
-def verify(model: nn.Module, batch: Any) -> VerifyReport:
+def verify(model: nn.Module, batch: Any, *, loss: LossFunction | None = None) -> VerifyReport:
     """Compare the gradients of the model's schedule with those of storing all activations.
 
     Runs the model twice with `store`, to see whether it repeats itself at all, and once with its schedule. Every run has a
@@ -112,15 +112,16 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
     Args:
         model: a `revzoo.Model`, a `ReversibleChain`, or any module with chains inside, as it is to be trained.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        loss: computes the loss from what the model returns; None is a random gradient of every output.
     Raises:
         InputError: the model is no module, or has no chain inside; the batch has no tensor or no example; nothing requires a
-            gradient; or the parameters have no values (meta, FakeTensor).
+            gradient; the loss is not one number; or the parameters have no values (meta, FakeTensor).
         RecoveryError: a step of a divided model could not be recovered.
     Cost: time of three training steps; besides the memory of a training step that stores everything, a copy of the model and
         another set of gradients.
     """
     require_chains(model)
-    trial = Trial(model, batch)
+    trial = Trial(model, batch, loss)
     return _share_problems(model, _run_and_compare(trial, model))
 
 

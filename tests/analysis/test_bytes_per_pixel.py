@@ -69,6 +69,8 @@ def test_stored_activations_by_hand(images):
     assert (report.peak_stage, report.counted_bytes) == ("1", 24 * CHANNEL + LOSS)
     assert (report.bytes_per_pixel, report.weight_bytes) == (24 * 4 + LOSS / report.pixels, WEIGHTS)
     assert (report.pixels, report.images, report.size) == (B * SIZE * SIZE, B, (SIZE, SIZE))
+    squared = revzoo.bytes_per_pixel(convolutions(nn.ReLU()), images, loss=lambda y: y.square().sum())
+    assert terms(squared.stages["2"]) == (16, 8, 16)  # it also keeps the last output, from which it makes the gradient
 
 
 def test_temporaries_by_hand(images):

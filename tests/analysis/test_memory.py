@@ -62,6 +62,10 @@ def test_the_gradient_of_the_outputs_is_counted():
     y = 512 * 1024 * 4
     # The outputs are let go before backward, and their gradient comes then: one of the two is alive at any time.
     assert report.activation_bytes == y + 8
+    # This loss keeps the outputs; at the peak of its backward there are their first power, twice that, and the gradient, too.
+    assert revzoo.measure_memory(model, torch.randn(512, 256), loss=lambda y: y.square().sum()).activation_bytes == 4 * y + 8
+    with pytest.raises(InputError, match=r"A loss is one number with a gradient. Received: a tensor of shape \(512, 1024\)"):
+        revzoo.measure_memory(model, torch.randn(512, 256), loss=lambda y: y)
 
 
 @pytest.mark.parametrize("mode", ["store", "selective", "recompute", "invert"])

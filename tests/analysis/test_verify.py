@@ -87,6 +87,12 @@ def test_a_good_chain_passes(dtype, most, coupling):
     assert f"Safe to train in {str(dtype)[6:]}: gradients agree, up to rounding" in str(report)
 
 
+def test_gradients_are_those_of_the_loss():
+    report = revzoo.verify(ReversibleChain([mlp(), mlp()]), streams(), loss=lambda y: y[0].sum())
+    assert report.ok
+    assert {name.split(".")[1] for name in report.gradient_errors} == {"0"}  # the other step is not in the first stream
+
+
 def test_exact_arithmetic_is_called_bit_identical():
     report = revzoo.verify(ReversibleChain([mlp() for _ in range(6)], exact=True), streams())
     assert report.identical
