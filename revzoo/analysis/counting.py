@@ -56,7 +56,7 @@ def report_model(model: Model, batch_size: int | None = None) -> ModelReport:
         batch_size=len(batch),
         parameters=sum(p.numel() for p in model.parameters()),
         step_parameters=sum(p.numel() for step in model.steps for p in step.parameters()),
-        flops=_per_example(flops[Mode.STORE], batch),
+        macs=_count_macs(flops[Mode.STORE], batch),
         flop_ratios={mode: total / totals[Mode.STORE] for mode, total in totals.items()},
         parts=tuple(_report_parts(model, {mode: steps[mode].kept for mode in MODES})),
         memory={mode: step.memory for mode, step in steps.items()},
@@ -80,7 +80,8 @@ def _count_step(model: nn.Module, batch: Tensor, units: tuple[str, ...] = ()) ->
         return run_and_measure(model, inputs, units=units), flops
 
 
-def _per_example(flops: FlopCounter, batch: Tensor) -> int:
+def _count_macs(flops: FlopCounter, batch: Tensor) -> int:
+    """Return the multiply-adds of a forward of one example, each of which is two FLOPs."""
     return flops.forward // 2 // len(batch)
 
 
@@ -134,7 +135,7 @@ def _measure_twin(model: Model, batch: Tensor) -> TwinReport | None:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         return TwinReport(twin["library"], twin["name"], problem=f"it does not take the model's input ({reason})")
     parameters = sum(p.numel() for p in built.parameters())
-    return TwinReport(twin["library"], twin["name"], parameters, _per_example(flops, batch), step.memory)
+    return TwinReport(twin["library"], twin["name"], parameters, _count_macs(flops, batch), step.memory)
 
 
 def _dims(part: Any) -> tuple[int, ...]:

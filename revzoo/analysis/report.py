@@ -186,7 +186,7 @@ class TwinReport:
         library: where it is defined, such as "timm".
         name: its name there.
         parameters: number of parameters; this and the next two are None if it could not be built or run.
-        flops: of a forward of one example, as in `ModelReport`.
+        macs: of a forward of one example, as in `ModelReport`.
         memory: of a training step.
         problem: why it could not be built or run, else None.
     """
@@ -194,7 +194,7 @@ class TwinReport:
     library: str
     name: str
     parameters: int | None = None
-    flops: int | None = None
+    macs: int | None = None
     memory: MemoryReport | None = None
     problem: str | None = None
 
@@ -214,8 +214,7 @@ class ModelReport:
         batch_size: number of examples for which bytes are given.
         parameters: number of parameters.
         step_parameters: number of parameters in reversible steps.
-        flops: FLOPs of a forward of one example, where a multiply-add counts once, as in papers; norms and activations are
-            left out.
+        macs: multiply-adds of a forward of one example, which papers call FLOPs; norms and activations are left out.
         flop_ratios: FLOPs of a forward and backward relative to those of `store`, by mode.
         parts: the parts in the order of forward.
         memory: memory of a training step, by mode.
@@ -235,7 +234,7 @@ class ModelReport:
     batch_size: int
     parameters: int
     step_parameters: int
-    flops: int
+    macs: int
     flop_ratios: dict[str, float]
     parts: tuple[PartReport, ...]
     memory: dict[str, MemoryReport]

@@ -19,7 +19,7 @@ def declare(parser: Parser) -> None:
     declare_import(parser)
     parser.add_argument("--recipes", action="store_true", help="list the recipes of revzoo train instead")
     parser.add_argument(
-        "--long", action="store_true", help="FLOPs and memory instead of words; a table also where the output is no terminal"
+        "--long", action="store_true", help="MACs and memory instead of words; a table also where the output is no terminal"
     )
 
 

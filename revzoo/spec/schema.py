@@ -60,7 +60,7 @@ class Expect(TypedDict, total=False):
     parameters: PositiveInt
     stream_shape: tuple[PositiveInt, ...]
     reversible_steps: NonNegativeInt
-    flops: PositiveInt | None  # of the forward pass of one example; a multiply-add counts once, as in papers
+    flops: PositiveInt | None  # of the forward pass of one example; multiply-adds (MACs), which papers call FLOPs
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,10 @@ def test_parts_by_hand(depth):
     assert parts["stages.0"].parameters == depth * (3 * D * D + D * D + 8 * D * D + (3 + 1 + 4 + 1 + 4) * D)
 
 
-def test_flops_of_one_example_by_hand(tiny):
+def test_macs_of_one_example_by_hand(tiny):
     N, D = 16, 64
     tokens = N * (4 * D + 12 * D * D) + 2 * N * N * D  # patches, linear layers of a block, attention
-    assert report_model(tiny, 3).flops == tokens + 2 * D * 10
+    assert report_model(tiny, 3).macs == tokens + 2 * D * 10
 
 
 def test_a_bijection_is_no_unit_and_stores_nothing():
@@ -105,6 +105,6 @@ def test_the_twin_is_measured_with_the_same_batch(monkeypatch):
     monkeypatch.setattr("revzoo.analysis.counting.build_twin", lambda spec: built)
     model = revzoo.create("rev_vit_digits", overrides=[*TINY, *twin_of("plain")], device="meta")
     twin = report_model(model, 10**9).twin  # nothing is allocated
-    assert (twin.parameters, twin.flops, twin.problem) == (64 * 32 + 32 + 320, 64 * 32 + 320, None)
+    assert (twin.parameters, twin.macs, twin.problem) == (64 * 32 + 32 + 320, 64 * 32 + 320, None)
     assert twin.memory.after_forward_bytes == 10**9 * 32 * 4 + 4  # the sigmoid's output, and the loss
     assert twin.memory.batch_bytes == 10**9 * 64 * 4

@@ -3,7 +3,7 @@
 import pytest
 
 from revzoo.display.figures.base import mark_bytes, new_figure
-from revzoo.format import format_bytes, format_count, format_flops, format_seconds
+from revzoo.format import format_bytes, format_count, format_flops, format_macs, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,7 @@ def test_bytes(size, text):
 )
 def test_flops_and_counts(number, flops, count):
     assert (format_flops(number), format_count(number)) == (flops, count)
+    assert format_macs(number) == flops.replace("FLOP", "MACs")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def text_of(renderable: object) -> str:
 
 def test_every_question_is_answered(vit):
     weights = {"file": "rev_vit_digits.safetensors", "metric": {"top1": 98.873}, "command": "revzoo train digits"}
-    twin = TwinReport("timm", "plain", parameters=2400, flops=2368, memory=vit.memory["store"])
+    twin = TwinReport("timm", "plain", parameters=2400, macs=2368, memory=vit.memory["store"])
     text = text_of(tabulate_model(replace(vit, weights=weights, twin=twin, expect={"parameters": 302794, "stream": None})))
     for answer in (
         "rev_vit_digits (rev_vit)",
@@ -46,11 +46,11 @@ def test_every_question_is_answered(vit):
         "What is kept for backward, batch of 2 images",
         "node: patch_embed",
         "stages.0",
-        "FLOP per image, a multiply-add counted once",
+        "MACs (multiply-adds) per image",
         "activations at the peak",
         "source",
         "rev_vit_digits.safetensors (top1 98.87; trained by: revzoo train",
-        "timm plain: 2,400 parameters, 2.37 kFLOP per image",
+        "timm plain: 2,400 parameters, 2.37 kMACs per image",
         "parameters: 302794, but it has ",
         " twin:",
     ):

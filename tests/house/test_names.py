@@ -19,7 +19,7 @@ CLASSES = {
 }  # fmt: skip
 PINNED = {
     "build": "(spec)",
-    "bytes_per_pixel": "(model, batch=None)",
+    "bytes_per_pixel": "(model, batch=None, *, loss=None)",
     "compile_steps": "(model, **options)",
     "convert": "(source, weights=None, *, coupling='momentum', kept_bits=8, m=None, beta=None, out=None, strict=True, "
     "num_outputs=None, batch=None)",
@@ -29,7 +29,7 @@ PINNED = {
     "inplace_abn_": "(model, batch=None, *, relu_slope=None)",
     "list_models": "(pattern='*')",
     "load_spec": "(source, overrides=())",
-    "measure_memory": "(model, batch, optimizer=None)",
+    "measure_memory": "(model, batch, optimizer=None, *, loss=None)",
     "measure_numerics": "(model, batch, *, loss=None)",
     "plan": "(model, batch, budget, *, solver='timeline', optimizer=None, loss=None, lookahead=0, accumulate=False, "
     "profile=False)",
@@ -40,7 +40,7 @@ PINNED = {
     "reversible_": "(model, *paths, batch=None, coupling='momentum', kept_bits=8, fraction_bits=None, split=None, keep=())",
     "solve": "(profile, budget, solver='timeline')",
     "transform": "(model)",
-    "verify": "(model, batch)",
+    "verify": "(model, batch, *, loss=None)",
 }
 RUNTIME = {
     "Bijection", "Coupled", "CoupledConv2d", "Coupling", "InPlaceABN2d", "InvertibleBatchNorm2d", "InvertibleLeakyReLU",

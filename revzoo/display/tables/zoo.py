@@ -7,12 +7,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from revzoo.display.tables.base import DottedName, fill, make_plain_table, make_table
-from revzoo.format import format_bytes, format_count, format_flops
+from revzoo.format import format_bytes, format_count, format_macs
 from revzoo.metric import CHOSEN
 
 _CAPTION = (
-    "FLOPs of a forward of one example. Memory: peak of the activations of a training step in float32, for 32 images or 8 "
-    "texts. A dash: not one of the models that ship; revzoo show NAME measures it."
+    "MACs: multiply-adds of a forward of one example. Memory: peak of the activations of a training step in float32, for 32 "
+    "images or 8 texts. A dash: not one of the models that ship; revzoo show NAME measures it."
 )
 
 
@@ -23,9 +23,7 @@ def tabulate_models(meanings: Mapping[str, str], rows: Mapping[str, Mapping[str,
         meanings: a few words about each model to show; own ones, which have no row, are the last family.
         rows: what was measured, by name, as in docs/zoo.json.
     """
-    caption = (
-        "*: with weights. revzoo show NAME says more. --long: FLOPs, memory, metrics. revzoo convert adds timm's networks."
-    )
+    caption = "*: with weights. revzoo show NAME says more. --long: MACs, memory, metrics. revzoo convert adds timm's networks."
     table = fill(make_table(caption=caption), ("model", "input", "params"), ())
     table.add_column("what it is")
     known = {name: rows.get(name, {"family": "~", "input": "-", "parameters": 0, "weights": None}) for name in meanings}
@@ -49,7 +47,7 @@ def tabulate_zoo(names: Iterable[str], rows: Mapping[str, Mapping[str, Any]]) ->
     """
     cells = [(DottedName(name), *(_list_cells(rows[name]) if name in rows else ["-"] * 5)) for name in names]
     return fill(
-        make_table(caption=_CAPTION), ("model", "parameters", "FLOPs", "stored", "inverted", f"weights\n{CHOSEN.label}"), cells
+        make_table(caption=_CAPTION), ("model", "parameters", "MACs", "stored", "inverted", f"weights\n{CHOSEN.label}"), cells
     )
 
 
@@ -65,4 +63,4 @@ def _list_cells(row: Mapping[str, Any]) -> list[str]:
     memory, weights = row["activation_bytes"], row["weights"]
     metric = CHOSEN.format(weights[CHOSEN.key]) if weights else ""
     peaks = format_bytes(memory["store"]), format_bytes(memory["invert"])
-    return [f"{row['parameters']:,}", format_flops(row["flops"]), *peaks, metric]
+    return [f"{row['parameters']:,}", format_macs(row["macs"]), *peaks, metric]
