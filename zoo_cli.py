@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import NoReturn
@@ -79,8 +79,18 @@ def _run(name: str, rest: list[str]) -> int:
         from revzoo.plugin import import_package
 
         import_package(package)
+    if hasattr(arguments, "imports"):
+        from revzoo.plugin import import_recorded
+
+        for line in import_recorded(_list_words(vars(arguments).values())):
+            print(line, file=sys.stderr)
     status: int = command.run(arguments)
     return status
+
+
+def _list_words(values: Iterable[object]) -> list[str]:
+    """Return what was typed, for arguments with one value or with several."""
+    return [str(word) for value in values for word in (value if isinstance(value, list) else [value])]
 
 
 def load_command(name: str) -> ModuleType:

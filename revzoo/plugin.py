@@ -4,9 +4,11 @@ A folder `specs` in such a package holds models and recipes. So do the folders i
 """
 
 import os
+import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +17,8 @@ from types import ModuleType
 from revzoo.errors import InputError, RevzooError
 
 VARIABLE = "REVZOO_SPECS"
+RECORD = "imports.txt"  # in the folder of a run: the packages that were named by --import
+INSTALLED = sys.path[not sys.flags.safe_path :]  # the first one is the present folder, or that of the program
 _imported: list[str] = []  # packages named by --import
 
 
@@ -27,6 +31,43 @@ def import_package(name: str) -> ModuleType:
     module = import_from_here(name)
     _imported.append(name)
     return module
+
+
+def import_recorded(words: Iterable[str]) -> list[str]:
+    """Import what the runs among some words were trained with, and return a line for each package.
+
+    A run may be a stranger's. It says names: what is installed is imported, and nothing from the run or the present folder.
+
+    Args:
+        words: as typed: the folder of a run, a file in it, or a setting such as model=FOLDER.
+    Raises:
+        InputError: a package cannot be imported so.
+    """
+    lines = []
+    for word in words:
+        path = word if os.path.exists(word) else word.partition("=")[2]
+        record = os.path.join(path if os.path.isdir(path) else os.path.dirname(path), RECORD)
+        text = Path(record).read_text(encoding="utf-8") if path and os.path.isfile(record) else ""
+        for name in re.findall(r"^\w+(?:\.\w+)*$", text, re.MULTILINE):
+            if name not in _imported:
+                _import_installed(name, path)
+                lines.append(f"Imported {name}, with which {path} was trained.")
+    return lines
+
+
+def _import_installed(name: str, path: str) -> None:
+    before, here = sys.path[:], os.getcwd()
+    sys.path[:] = [folder for folder in INSTALLED if os.path.abspath(folder) != here]
+    try:
+        import_module(name)
+    except (Exception, SystemExit) as error:
+        raise InputError(
+            f"{path} was trained with --import {name}, which cannot be imported ({describe_failure(error)}). What is not "
+            f"installed is imported only where you say so: --import {name}."
+        ) from error
+    finally:
+        sys.path[:] = before
+    _imported.append(name)
 
 
 def import_from_here(name: str) -> ModuleType:

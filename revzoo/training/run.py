@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from revzoo.data.base import Data
 from revzoo.display.progress import TrainingDisplay
 from revzoo.model.model import Model
+from revzoo.plugin import RECORD, list_packages
 from revzoo.spec.names import BYTES, TOKENIZER
 from revzoo.training.captured_step import StepFunction
 from revzoo.training.coupling_schedule import CouplingSchedule
@@ -108,10 +109,12 @@ class Run:
             self.coupling.apply(update, *dict.fromkeys([self.model, self.evaluated]))
 
     def describe(self) -> dict[str, str]:
-        """Return the text files that say what the run is, by name: recipe, spec, names of the classes, tokenizer."""
+        """Return the text files that say what the run is, by name: recipe, spec, names of the classes, tokenizer, imports."""
         texts = {"spec.yaml": self.model.spec.to_yaml()}
         if self.data.class_names is not None:
             texts["classes.json"] = json.dumps(self.data.class_names, ensure_ascii=False)
         if (tokenizer := self.data.data_config.get("tokenizer", BYTES)) != BYTES:
             texts[TOKENIZER] = Path(tokenizer).read_text(encoding="utf-8")
+        if packages := list_packages():
+            texts[RECORD] = "\n".join(packages)
         return {**texts, RECIPE: self.recipe.to_yaml()}  # which makes the folder that of a run
