@@ -52,6 +52,8 @@ class _Builder:
         self._raise_problems()
         rates = _drop_path_rates(spec)
         shape, stages = split.out_shape, []
+        # How many channels of the stem become one of a stream, for who changes the width of the first stage alone.
+        self._stem_share = stem.out_shape.width // shape.width
         for i, stage in enumerate(spec.stages):
             shape, module = self._build_stage(i, stage, shape, rates)
             stages.append(module)
@@ -74,7 +76,10 @@ class _Builder:
             shape = transition.out_shape if transition is not None else replace(shape, width=stage.width)
         elif stage.width != shape.width:
             allowed = f"{shape.width}, the width of the part before it, or a transition that changes it"
-            self._add_problem(f"stages.{i}.width", stage.width, allowed)
+            place, width = (f"stages.{i - 1}", stage.width) if i else (self._spec.stem.path, self._stem_share * stage.width)
+            before = f" or {place}.width={width}" if i or "width" in self._spec.stem.arguments else ""
+            hint = f" Set stages.{i}.width={shape.width}{before}."
+            self._add_problem(f"stages.{i}.width", stage.width, allowed, hint)
             shape = replace(shape, width=stage.width)
         blocks = []
         for index in range(stage.depth):
@@ -138,9 +143,9 @@ class _Builder:
             self._add_problem(f"{part.path}.type", part.type, wanted)
         return None
 
-    def _add_problem(self, path: str, received: object, allowed: str) -> None:
+    def _add_problem(self, path: str, received: object, allowed: str, hint: str = "") -> None:
         file = self._spec.places.get(path, self._spec.file)
-        self._problems.setdefault(path, SpecProblem(file, path, repr(received), allowed))
+        self._problems.setdefault(path, SpecProblem(file, path, repr(received), allowed, hint))
 
     def _raise_problems(self) -> None:
         if self._problems:

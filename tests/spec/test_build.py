@@ -86,6 +86,22 @@ def test_parts_that_do_not_fit_are_all_named(name, overrides, named):
     assert [problem.partition("; allowed")[0] for problem in problems(name, *overrides)] == named
 
 
+def test_both_places_of_a_width_are_named():
+    for name, override, hint in (
+        ("rev_vit_digits", "stages.0.width=60", "Set stages.0.width=64 or stem.width=60."),
+        ("rev_vit_digits", "stem.width=60", "Set stages.0.width=60 or stem.width=64."),
+        ("irevnet_cifar10", "stages.0.width=20", "Set stages.0.width=16 or stem.width=40."),  # half the channels to each stream
+        (
+            "rev_vit_digits",
+            f"stages={[{'depth': 1, 'width': w} for w in (64, 32)]}",
+            "Set stages.1.width=64 or stages.0.width=32.",
+        ),
+    ):
+        with pytest.raises(SpecError) as error:
+            revzoo.create(name, overrides=[override], device="meta")
+        assert error.value.problems[0].hint == f" {hint}"
+
+
 def test_any_registered_coupling_builds_and_trains():
     for coupling in ("{type: momentum, m: 0.5}", "{type: midpoint, h: 0.1}", "leapfrog"):
         model = revzoo.create("rev_vit_digits", overrides=[f"block.coupling={coupling}"])
