@@ -56,15 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
         from revzoo.training.evaluate_checkpoint import evaluate_checkpoint, evaluate_pretrained
         from revzoo.training.terminal import read_rank
 
+        by_class = bool(arguments.per_class or arguments.plot or arguments.errors)
         if targets[0] in read_index():  # as for every command, a name goes before a folder that has it
-            scores, entry = evaluate_pretrained(targets[0], overrides)
+            scores, entry = evaluate_pretrained(targets[0], overrides, by_class=by_class)
         else:
-            scores, entry = evaluate_checkpoint(Path(targets[0]), overrides), None
-    if scores.classes is None and (arguments.per_class or arguments.plot or arguments.errors):
-        raise InputError(
-            f"Only a classifier has classes. Received: {targets[0]}, which predicts {scores.label_noun}. Leave out "
-            "--per-class, --plot and --errors."
-        )
+            scores, entry = evaluate_checkpoint(Path(targets[0]), overrides, by_class=by_class), None
     expected = None if entry is None else entry.metric[CHOSEN.key]
     is_finite, same = math.isfinite(scores.loss), True
     if expected is not None:

@@ -5,8 +5,10 @@ ends: both have no backward in which a dropped tensor could be recovered. `torch
 is stored there.
 """
 
+import sys
 import warnings
 from functools import cache
+from traceback import walk_stack
 
 import torch
 from torch.autograd import forward_ad
@@ -29,10 +31,12 @@ def must_store() -> bool:
 
 @cache
 def _warn_once(transform: str) -> None:
+    frames = enumerate(walk_stack(sys._getframe()), 1)
+    outside = (level for level, (frame, _) in frames if not frame.f_globals["__name__"].startswith(("revzoo.", "torch.")))
     warnings.warn(
         f"Everything is stored inside {_NAMES.get(transform, transform)}, which does not support the hooks on saved tensors "
         "that recovery needs. To save memory, use torch.autograd.grad or .backward() instead.",
-        stacklevel=2,
+        stacklevel=next(outside, 2),  # the line that calls the transform, or the network in it
     )
 
 

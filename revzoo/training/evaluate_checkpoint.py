@@ -38,21 +38,23 @@ from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
 
 
-def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
+def evaluate_checkpoint(path: Path, overrides: Iterable[str] = (), *, by_class: bool = False) -> Scores:
     """Evaluate a checkpoint that training has saved, on the test data of its recipe.
 
     Args:
         path: folder of a run (its best weights are evaluated); a checkpoint, which holds its spec and recipe; or a folder that
             `revzoo convert` or `save_pretrained` wrote (the overrides name the data).
         overrides: changes to `data` and `train.mixed_precision` of the recipe, such as `data.root=/elsewhere`.
+        by_class: whether to refuse a model that has no classes before it is run.
 
     Raises:
-        InputError: another override, which would have no effect, or data with other classes than the model was trained on.
+        InputError: another override, which would have no effect; data with other classes than the model was trained on, or
+            none.
         CheckpointError: the checkpoint does not exist, is damaged, or was not saved by training.
     """
     typed = overrides = _require_data_overrides(overrides)
     if any((path / name).is_file() for name in (CONVERTED_WEIGHTS, WEIGHTS_INDEX)):
-        return _evaluate_saved(path, overrides)
+        return _evaluate_saved(path, overrides, by_class)
     checkpoint = path / BEST_WEIGHTS if os.path.isdir(path) else path
     if not os.path.isfile(find_weights(checkpoint)):
         raise _explain_missing(path)
@@ -72,7 +74,8 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
         try:
             recipe = load_recipe(folder, overrides)
             _refuse_ineffective(recipe, typed)
-            return _load_and_evaluate(recipe, folder, trained_on=texts.get("revzoo.examples"), checkpoint=checkpoint)
+            trained_on = texts.get("revzoo.examples")
+            return _load_and_evaluate(recipe, folder, by_class, trained_on, checkpoint=checkpoint)
         except SpecError as error:
             inside = [replace(each, file=each.file.replace(f"{folder}/", f"{checkpoint}: ")) for each in error.problems]
             raise SpecError(inside) from error
@@ -92,7 +95,7 @@ def _explain_missing(path: Path) -> RevzooError:
     )
 
 
-def _evaluate_saved(folder: Path, overrides: list[str]) -> Scores:
+def _evaluate_saved(folder: Path, overrides: list[str], by_class: bool) -> Scores:
     """Evaluate what `revzoo convert` or `save_pretrained` wrote, with its preprocessing, on data that overrides name."""
     spec = load_spec(folder)
     is_text = isinstance(spec.input, TextInput)
@@ -105,7 +108,7 @@ def _evaluate_saved(folder: Path, overrides: list[str]) -> Scores:
     recipe = load_recipe("finetune", [_set("model", folder), *kind, *overrides])
     _refuse_ineffective(recipe, overrides)
     recipe, notes = adopt_preprocessing(recipe, spec)
-    scores = _load_and_evaluate(recipe, str(folder))
+    scores = _load_and_evaluate(recipe, str(folder), by_class)
     return replace(scores, notes=(*notes, *scores.notes))
 
 
@@ -123,7 +126,7 @@ def _refuse_ineffective(recipe: Recipe, overrides: Iterable[str]) -> None:
             raise InputError(f"{line}. For other data name their kind, too: data.name=folder data.root=IMAGES.")
 
 
-def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Scores, WeightsEntry]:
+def evaluate_pretrained(name: str, overrides: Iterable[str] = (), *, by_class: bool = False) -> tuple[Scores, WeightsEntry]:
     """Evaluate shipped weights on the test data of the command that trained them; return their index entry too."""
     find_shipped_weights(name)
     entry = read_index()[name]
@@ -134,7 +137,7 @@ def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Score
     overrides = _require_data_overrides(overrides)
     recipe = load_recipe(source, [*trained, *overrides])
     _refuse_ineffective(recipe, overrides)
-    return _load_and_evaluate(recipe, name, pretrained=True), entry
+    return _load_and_evaluate(recipe, name, by_class, pretrained=True), entry
 
 
 def _require_data_overrides(overrides: Iterable[str]) -> list[str]:
@@ -149,10 +152,15 @@ def _require_data_overrides(overrides: Iterable[str]) -> list[str]:
     return overrides
 
 
-def _load_and_evaluate(recipe: Recipe, source: str, trained_on: str | None = None, **weights: Any) -> Scores:
+def _load_and_evaluate(recipe: Recipe, source: str, by_class: bool, trained_on: str | None = None, **weights: Any) -> Scores:
     accelerator = open_accelerator(recipe.train.mixed_precision)
     model = create(source, device=accelerator.device, **weights)
     data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
+    if by_class and data.num_classes is None:
+        raise InputError(
+            f"Only a classifier has classes. Received: {model.spec.name}, which predicts {data.label_noun}. Leave out "
+            "--per-class, --plot and --errors."
+        )
     if model.num_outputs < (needed := count_required_outputs(model.spec, data, recipe.data.name)):
         targets = f"{needed} classes" if data.num_classes else f"the {needed} ids of its vocabulary"
         raise InputError(

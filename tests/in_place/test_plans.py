@@ -34,7 +34,7 @@ def measure(model, batch, modes):
 
 def test_units_are_blocks_and_what_lies_around_them(toy):
     names = [entry.name for entry in list_units(toy)]
-    assert names == ["before blocks", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "behind blocks"]
+    assert names == ["before blocks", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "after blocks"]
     assert revzoo.plan(toy, X, "1GiB").units == tuple(names)
 
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -278,8 +279,9 @@ def vmap(chain: ReversibleChain, streams: list[Tensor]) -> list[Tensor]:
 )
 def test_everything_is_stored_inside_transforms_of_torch_func(run, name):
     chain = chain_of(call, layers=lambda: mlp(0.0))
-    with pytest.warns(UserWarning, match=rf"^Everything is stored inside {name}.* use torch\.autograd\.grad"):
+    with pytest.warns(UserWarning, match=rf"^Everything is stored inside {name}.* use torch\.autograd\.grad") as warned:
         compare(chain, DROPPING[0], run)
+    assert warned[0].filename.startswith(str(Path(__file__).parent))  # where the chain is called, not in revzoo or torch
     compare(chain, DROPPING[1], run)  # it is said once
 
 

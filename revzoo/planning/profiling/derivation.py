@@ -55,7 +55,7 @@ def build_problem(layout: Sequence[LayoutEntry], traces: Sequence[Trace], other_
     stored_work = _count_work(stored)
     sizes = {storage: change for storage, change in reversed(stored.log) if change > 0}
     sizes_of_states = {number: sizes[storage] for storage, number in states.items()}
-    beside = [tuple(sorted(alive)) for alive in _list_states_beside(traces)]
+    alive = [tuple(sorted(numbers)) for numbers in _list_alive_states(traces)]
     options: list[dict[tuple[Mode, bool], Option]] = [{} for _ in entries]
     for traced in traces:
         numbers = traced.number_states(stored)
@@ -73,7 +73,7 @@ def build_problem(layout: Sequence[LayoutEntry], traces: Sequence[Trace], other_
     pairs = [_number(pair, states) for pair in stored.pairs]
     inputs = [_number(given, states) for given in stored.inputs]
     return Problem(
-        units=tuple(map(_build_unit, entries, options, pairs[:-1], inputs, beside)),
+        units=tuple(map(_build_unit, entries, options, pairs[:-1], inputs, alive)),
         sizes=sizes_of_states,
         fixed_bytes=sum(sizes.get(storage, 0) for storage in stored.fixed) + other_bytes,
         loss_bytes=_loss_peak(stored),
@@ -87,12 +87,12 @@ def _build_unit(
     options: dict[tuple[Mode, bool], Option],
     pair: tuple[int, ...],
     inputs: tuple[int, ...],
-    beside: tuple[int, ...],
+    alive: tuple[int, ...],
 ) -> Unit:
     first = options.pop((Mode.INVERT, True), None)
     if first is not None:
         options.setdefault((Mode.INVERT, False), first)
-    return Unit(entry.name, pair, inputs, tuple(options.values()), first, beside)
+    return Unit(entry.name, pair, inputs, tuple(options.values()), first, alive)
 
 
 def _build_options(
@@ -166,7 +166,7 @@ def _list_contexts(
         run = run + 1 if mode.inverts else 0
 
 
-def _list_states_beside(traces: Sequence[Trace]) -> Iterator[set[int]]:
+def _list_alive_states(traces: Sequence[Trace]) -> Iterator[set[int]]:
     """Yield for every unit the states that are alive when its forward begins, in every one of the schedules, as numbers.
 
     A unit that keeps one of them in every mode is among the preceding ones, and does so in any schedule.

@@ -56,7 +56,7 @@ def _read_network(model: nn.Module) -> Iterator[LayoutEntry]:
     for path, chain in chains.items():
         for entry in chain.layout():
             yield entry._replace(name=f"{path}.{entry.name}".removeprefix("."))
-        yield LayoutEntry(f"behind {path}", chain.end, "rest")
+        yield LayoutEntry(f"after {path}", chain.end, "rest")
 
 
 def assign_schedule(model: nn.Module, modes: Sequence[Mode], lookahead: LookaheadOption = 0) -> None:

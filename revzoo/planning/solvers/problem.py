@@ -78,7 +78,7 @@ class Unit:
         inputs: states passed to it, each listed once.
         options: its modes, one option each. The option of `invert` is the one inside a run of inverted steps.
         first: the option of `invert` for a step that begins a run; None if this unit cannot begin one.
-        beside: states alive while its forward runs, whatever the schedule: the pair, and what a chain was called with.
+        alive: states alive while its forward runs, whatever the schedule: the pair, and what a chain was called with.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Unit:
     inputs: tuple[int, ...]
     options: tuple[Option, ...]
     first: Option | None = None
-    beside: tuple[int, ...] = ()
+    alive: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

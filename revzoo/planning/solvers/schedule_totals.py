@@ -81,12 +81,12 @@ def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
         inverted = option.mode.inverts
         closed = unit.pair if run and not inverted else ()  # the run ends before this unit and keeps its pair
         closed_bytes, held_before = problem.bytes_of(closed, held), held.union(closed)
-        beside_bytes = problem.bytes_of(unit.beside or unit.pair, held_before)
+        alive_bytes = problem.bytes_of(unit.alive or unit.pair, held_before)
         known = sum(1 << j for j, state in enumerate(unit.inputs) if state in held_before)
         yield Edge(
             mode=option.mode,
             cost=option.cost,
-            forward_bytes=closed_bytes + beside_bytes + option.forward_bytes,
+            forward_bytes=closed_bytes + alive_bytes + option.forward_bytes,
             backward_bytes=closed_bytes + option.backward_bytes[known],
             kept_bytes=closed_bytes + option.kept_bytes + problem.bytes_of(option.kept_states, held_before),
             left_bytes=option.left_bytes,

@@ -160,7 +160,7 @@ def _find_last_uses(problem: Problem) -> dict[int, int]:
     last_use: dict[int, int] = {}
     for k, unit in enumerate(problem.units):
         kept_states = (option.kept_states for option in unit.options)
-        last_use.update(dict.fromkeys((*unit.pair, *unit.beside, *unit.inputs, *(s for kept in kept_states for s in kept)), k))
+        last_use.update(dict.fromkeys((*unit.pair, *unit.alive, *unit.inputs, *(s for kept in kept_states for s in kept)), k))
     return last_use | dict.fromkeys(problem.pair_after, len(problem.units))
 
 
