@@ -14,8 +14,8 @@ patches and windows do not divide 240, and for digits.
     stored              everything is stored
     twin                the ordinary network
 
-A last table has the whole training set of CIFAR-10 or MNIST in one batch. Everything is counted to the byte in float32 without a
-device. Writes bytes_per_pixel.json and bytes_per_pixel.png.
+A last table has the whole training set of CIFAR-10 or MNIST in one batch. Everything is counted to the byte in float32 without
+a device. Writes bytes_per_pixel.json and bytes_per_pixel.png.
 """
 
 import argparse

@@ -13,8 +13,8 @@
                 "stage inputs" computes stem, transitions and head again, which the authors' code stores.
     pareprop    PaReprop (Zhu and Mangalam 2023), figure 7: peak over batch sizes up to 1024, AdamW included. Beside it are the
                 peaks in the logs of tyleryzhu/RevSwin (branch thrput), of whose fusion the networks here are.
-    resnext     Jiang et al. 2020, figure 5c and 5d: ResNeXt-101 on a GPU of 12,196 MiB, SGD with momentum. All norms stored, all
-                in place, and plans of the stored network for batches between: their FLOPs are over those of storing.
+    resnext     Jiang et al. 2020, figure 5c and 5d: ResNeXt-101 on a GPU of 12,196 MiB, SGD with momentum. All norms stored,
+                all in place, and plans of the stored network for batches between: their FLOPs are over those of storing.
 
 Bytes are counted to the byte in float32 without a device, so the networks need not fit anything, and the result is the same on
 every machine. Fused attention is counted as on a CPU, and what the update itself takes is not counted. The papers' figures come
