@@ -31,10 +31,10 @@ def main() -> None:
         if args.only in (None, row.name):
             known[row.name] = measured = measure_row(row)
             print(
-                f"{row.name}, batch {row.batch}: published {row.regular} -> {row.published} MB, best cuts {row.best_cuts}, by "
+                f"{row.name}, batch {row.batch}: published {row.regular} -> {row.published} MiB, best cuts {row.best_cuts}, by "
                 f"equation 1 {measured['by_equation_1']:.0f}, "
-                f"stored {measured['stored']:.0f} -> planned {measured['planned']:.0f} MB @ {measured['flops']:.3f}, "
-                f"floor {measured['floor']:.0f} MB",
+                f"stored {measured['stored']:.0f} -> planned {measured['planned']:.0f} MiB @ {measured['flops']:.3f}, "
+                f"floor {measured['floor']:.0f} MiB",
                 flush=True,
             )
         table = [known[each.name] for each in ROWS if each.name in known]
