@@ -3,8 +3,8 @@
 Peaks are measured as the paper does, as what a batch of twice the size takes more: r(2b) - r(b). Weights, their gradients and
 what else does not depend on the batch fall out. Networks are torchvision's, without dropout.
 
-The published columns are table 1 of Feng and Huang 2018, "Cutting Down Training Memory by Re-forwarding"; their paper of 2021 on
-the method, "Optimal Gradient Checkpoint Search for Arbitrary Computation Graphs", prints others. What it calls MB are MiB: its
+The published columns are table 1 of Feng and Huang 2018, "Cutting Down Training Memory by Re-forwarding"; theirs of 2021 on the
+method, "Optimal Gradient Checkpoint Search for Arbitrary Computation Graphs", prints others. What it calls MB are MiB: its
 code divides by 1024 twice. The column "best cuts" is the smallest true peak of one more forward over the authors' own cuts of
 these networks, found by dynamic programming and measured in FakeTensors while the planner was designed. "By equation 1" is the
 true peak of the plan that the published algorithm chooses (`published_reforwarding.py`).
