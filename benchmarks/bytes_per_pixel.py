@@ -168,7 +168,8 @@ def main() -> None:
     about, file = describe_environment(), args.out / "bytes_per_pixel.json"
     whole_sets = list(count_whole_sets(args.quick))
     if args.whole_sets:
-        result = json.loads(file.read_text()) | {"whole_sets": whole_sets, "whole_sets_commit": about["commit"]}
+        known = json.loads(file.read_text()) if file.exists() else about
+        result = known | {"whole_sets": whole_sets, "whole_sets_commit": about["commit"]}
         file.write_text(json.dumps(result, indent=1) + "\n")
         console.print(*itertools.islice(make_tables([], whole_sets), 1, None))
         return
