@@ -30,6 +30,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "cpu", ROOT / "docs" / "papers.md"
 PAPERS: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "benchmarks" / "papers.yaml").read_text(encoding="utf-8"))
+_read = cache(lambda path: json.loads(path.read_text(encoding="utf-8")))
 _UNITS = {"MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30, "M": 1e6}
 _BOUNDS = {"<=": operator.le, ">=": operator.ge}
 _INTRO = """\
@@ -44,7 +45,7 @@ picture or a sentence says.
 
 
 class Figure(NamedTuple):
-    """A figure beside the printed one, both in the unit of its item, and the verdict."""
+    """A figure beside the printed one, in the unit of its item."""
 
     what: str
     printed: float | str | None
@@ -70,10 +71,8 @@ def resolve(data: Any, pointer: str) -> float:
 def _step(at: Any, part: str) -> list[Any]:
     if isinstance(at, dict):
         return [at[part]] if part in at else []
-    if part == "*":
-        return list(at)
     if "=" not in part:
-        return [at[int(part)]]
+        return list(at) if part == "*" else [at[int(part)]]
     wanted = [each.split("=", 1) for each in part.split("&")]
     return [row for row in at if all(str(row[key]) == value for key, value in wanted)]
 
@@ -90,10 +89,13 @@ def judge(value: float, printed: float | str | None, better: str, tolerance: flo
     return "better" if better == ("lower" if value < printed else "higher") else "worse"
 
 
-def list_figures(item: dict[str, Any], folder: Path = RESULTS) -> Iterator[Figure]:
-    """Yield the figures of an item, from the results in a folder or from a file of the checkout."""
-    data, unit = _read(_locate(item, folder)), item.get("unit", "") if "figures" in item else ""
-    for what, printed, pointer, *divisor in item.get("figures", ()):
+def list_figures(item: dict[str, Any], folder: Path | None = None) -> Iterator[Figure]:
+    """Yield the figures of an item, from the results or from another folder with a file of that name."""
+    if "figures" not in item:
+        return
+    name, unit = item["file"], item.get("unit")
+    data = _read(folder / Path(name).name if folder else ROOT / name if "/" in name else RESULTS / name)
+    for what, printed, pointer, *divisor in item["figures"]:
         value = resolve(data, pointer) / (resolve(data, divisor[0]) if divisor else _UNITS.get(unit, 1))
         value = 100 * (value - 1) if unit == "% more" else value
         if isinstance(printed, str) and printed.split()[0] not in _BOUNDS:
@@ -102,29 +104,13 @@ def list_figures(item: dict[str, Any], folder: Path = RESULTS) -> Iterator[Figur
         yield Figure(what, printed, value, "in kind" if item.get("elsewhere") and verdict in ("better", "equal") else verdict)
 
 
-def _locate(item: dict[str, Any], folder: Path) -> Path | None:
-    name = item.get("file")
-    return None if name is None else ROOT / name if folder == RESULTS and "/" in name else folder / Path(name).name
-
-
-@cache
-def _read(path: Path | None) -> Any:
-    return None if path is None else json.loads(path.read_text(encoding="utf-8"))
-
-
 def sum_up(item: dict[str, Any], figures: list[Figure]) -> str:
     """Return the verdict on an item."""
-    if "code" in item:
-        return "in the code"
     if "figures" not in item:
-        return "missing" if "missing" in item else "needs a GPU"
-    verdicts = [figure.verdict for figure in figures if figure.verdict != "not printed"]
-    if len(set(verdicts)) == 1:
-        return verdicts[0]
-    return (
-        ", ".join(f"{verdicts.count(each)} {each}" for each in ("better", "equal", "in kind", "worse") if each in verdicts)
-        or "not printed"
-    )
+        return "in the code" if "code" in item else "missing" if "missing" in item else "needs a GPU"
+    verdicts = [figure.verdict for figure in figures if figure.verdict != "not printed"] or ["not printed"]
+    kinds = sorted(set(verdicts))
+    return kinds[0] if len(kinds) == 1 else ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds)
 
 
 def list_rows(name: str) -> Iterator[tuple[str, ...]]:
@@ -138,27 +124,25 @@ def list_rows(name: str) -> Iterator[tuple[str, ...]]:
 
 def write_page() -> str:
     """Return docs/papers.md."""
-    return "\n".join([_INTRO, *(line for name in PAPERS for line in _write_paper(name))])
-
-
-def _write_paper(name: str) -> Iterator[str]:
-    yield from (f"## {PAPERS[name]['paper']}", "", f"`python benchmarks/papers.py --paper {name} --run`", "")
-    yield from ("| | | paper | revzoo | verdict |", "|---|---|---:|---:|---|")
-    for head, *cells in list_rows(name):
-        yield f"| {' | '.join([f'**{head}**' if head else '', *cells])} |"
-    yield ""
-    for item in PAPERS[name]["items"]:
-        yield from textwrap.wrap(f"- {item['item']}: {_explain(item)}", 127, subsequent_indent="  ", break_on_hyphens=False)
-    yield ""
+    lines = [_INTRO]
+    for name, paper in PAPERS.items():
+        lines += [f"## {paper['paper']}", "", f"`python benchmarks/papers.py --paper {name} --run`", ""]
+        lines += ["| | | paper | revzoo | verdict |", "|---|---|---:|---:|---|"]
+        lines += [f"| {' | '.join([f'**{head}**' if head else '', *cells])} |" for head, *cells in list_rows(name)]
+        lines += [""]
+        for item in paper["items"]:
+            lines += textwrap.wrap(f"- {item['item']}: {_explain(item)}", 127, subsequent_indent="  ", break_on_hyphens=False)
+        lines += [""]
+    return "\n".join(lines)
 
 
 def _explain(item: dict[str, Any]) -> str:
     """Return how an item is made, and how it differs."""
     if place := item.get("code") or item.get("missing"):
         return f"`{place}`" if "code" in item else place
-    needs = {"gpu": "on a GPU", "data": "with its data", "idle": "timed", "cpu": "counted"}[item["needs"]]
-    took = f", {item['minutes']} minutes" if "minutes" in item else ""
-    return f"`{item['command']}` ({needs}{took}){'. ' + item['differs'] if 'differs' in item else ''}"
+    notes = [{"gpu": "on a GPU", "data": "measured, with its data", "idle": "measured", "cpu": "counted"}[item["needs"]]]
+    notes += [f"{item['minutes']} minutes: {item['file']}"] if "file" in item else []
+    return f"`{item['command']}` ({', '.join(notes)}){'. ' + item['differs'] if 'differs' in item else ''}"
 
 
 def _format(value: float | str | None, item: dict[str, Any]) -> str:
@@ -168,24 +152,22 @@ def _format(value: float | str | None, item: dict[str, Any]) -> str:
     return f"{value:,.0f} {unit}".strip() if abs(value) >= 1000 else f"{value:.4g} {unit}".strip()
 
 
-def run_again(paper: str, minutes: float, console: Console) -> bool:
-    """Run the commands of a paper that need a CPU and so many minutes; return whether all figures are those of the results."""
-    same, done = True, {}
+def run_again(paper: str, minutes: float, console: Console) -> int:
+    """Run the commands of a paper that need a CPU and so many minutes; return how many figures are not those of the results."""
+    differ, done = 0, {}
     for item in PAPERS[paper]["items"]:
         if item.get("needs") != "cpu" or item["minutes"] > minutes:
             continue
         if item["command"] not in done:
-            done[item["command"]] = folder = Path(tempfile.mkdtemp(prefix="papers-"))
+            done[item["command"]] = folder = tempfile.mkdtemp(prefix="papers-")
             console.print(f"$ {item['command']}", style="bold", markup=False)
-            command = [sys.executable, *shlex.split(item["command"])[1:], "--out", str(folder)]
+            command = [sys.executable, *shlex.split(item["command"])[1:], "--out", folder]
             subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        for old, new in zip(list_figures(item), list_figures(item, done[item["command"]]), strict=True):
-            now, before = _format(new.value, item), _format(old.value, item)
-            same &= new.value == old.value
-            console.print(
-                f"{item['item']}, {new.what}: {now}", "as before" if new.value == old.value else f"instead of {before}"
-            )
-    return same
+        for old, new in zip(list_figures(item), list_figures(item, Path(done[item["command"]])), strict=True):
+            differ += new.value != old.value
+            beside = "as before" if new.value == old.value else f"instead of {_format(old.value, item)}"
+            console.print(f"{item['item']}, {new.what}: {_format(new.value, item)}, {beside}")
+    return differ
 
 
 def make_table(name: str) -> Table:
@@ -207,7 +189,7 @@ def main() -> None:
     console, names = Console(width=None if sys.stdout.isatty() else 160), [args.paper] if args.paper else list(PAPERS)
     console.print(*map(make_table, names))
     PAGE.write_text(write_page(), encoding="utf-8")
-    if args.run and False in [run_again(name, args.minutes, console) for name in names]:
+    if args.run and sum(run_again(name, args.minutes, console) for name in names):
         sys.exit(1)
 
 
