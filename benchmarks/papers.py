@@ -39,8 +39,8 @@ _INTRO = """\
 Every table and figure of the five papers that revzoo comes from: what is printed, what revzoo has, and the command that makes
 it. `python benchmarks/papers.py` writes this page from `benchmarks/papers.yaml` and the results; it needs a checkout. A figure
 is *equal* within 5 % of the printed one; *better* and *worse* are beyond that. *In kind* means that the effect is at least as
-large, but at another size or on another machine, as the lines below a table say. A bound such as "<= 20" stands for what a
-picture or a sentence says.
+large, but at another size or on another machine, as the lines below a table say. A drawing is *in the code* that a line names.
+A bound such as "<= 20" stands for what a picture or a sentence says.
 """
 
 
@@ -130,8 +130,11 @@ def write_page() -> str:
         lines += ["| | | paper | revzoo | verdict |", "|---|---|---:|---:|---|"]
         lines += [f"| {' | '.join([f'**{head}**' if head else '', *cells])} |" for head, *cells in list_rows(name)]
         lines += [""]
+        texts: dict[str, list[str]] = {}
         for item in paper["items"]:
-            lines += textwrap.wrap(f"- {item['item']}: {_explain(item)}", 127, subsequent_indent="  ", break_on_hyphens=False)
+            texts.setdefault(_explain(item), []).append(item["item"])
+        for text, names in texts.items():
+            lines += textwrap.wrap(f"- {', '.join(names)}: {text}", 127, subsequent_indent="  ", break_on_hyphens=False)
         lines += [""]
     return "\n".join(lines)
 
@@ -141,8 +144,8 @@ def _explain(item: dict[str, Any]) -> str:
     if place := item.get("code") or item.get("missing"):
         return f"`{place}`" if "code" in item else place
     notes = [{"gpu": "on a GPU", "data": "measured, with its data", "idle": "measured", "cpu": "counted"}[item["needs"]]]
-    notes += [f"{item['minutes']} minutes: {item['file']}"] if "file" in item else []
-    return f"`{item['command']}` ({', '.join(notes)}){'. ' + item['differs'] if 'differs' in item else ''}"
+    notes += [f"{item['minutes']} min, {item['file']}"] if "file" in item else []
+    return f"`{item['command']}` ({', '.join(notes)}){': ' + item['differs'] if 'differs' in item else ''}"
 
 
 def _format(value: float | str | None, item: dict[str, Any]) -> str:
@@ -156,7 +159,10 @@ def run_again(paper: str, minutes: float, console: Console) -> int:
     """Run the commands of a paper that need a CPU and so many minutes; return how many figures are not those of the results."""
     differ, done = 0, {}
     for item in PAPERS[paper]["items"]:
-        if item.get("needs") != "cpu" or item["minutes"] > minutes:
+        if item.get("needs") != "cpu":
+            continue
+        if item["minutes"] > minutes:
+            console.print(f"{item['item']}: not run, it takes --minutes {item['minutes']}")
             continue
         if item["command"] not in done:
             done[item["command"]] = folder = tempfile.mkdtemp(prefix="papers-")
