@@ -25,7 +25,7 @@ import yaml
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "cpu", ROOT / "docs" / "papers.md"
@@ -158,11 +158,9 @@ def _format(value: float | str | None, item: dict[str, Any]) -> str:
 def run_again(paper: str, minutes: float, console: Console) -> int:
     """Run the commands of a paper that need a CPU and so many minutes; return how many figures are not those of the results."""
     differ, done = 0, {}
-    for item in PAPERS[paper]["items"]:
-        if item.get("needs") != "cpu":
-            continue
-        if item["minutes"] > minutes:
-            console.print(f"{item['item']}: not run, it takes --minutes {item['minutes']}")
+    for item in [each for each in PAPERS[paper]["items"] if "figures" in each]:
+        if item["needs"] != "cpu" or item["minutes"] > minutes:
+            console.print(f"{item['item']}: not run: {_explain(item).partition(': ')[0]}", style="dim", markup=False)
             continue
         if item["command"] not in done:
             done[item["command"]] = folder = tempfile.mkdtemp(prefix="papers-")
@@ -178,9 +176,8 @@ def run_again(paper: str, minutes: float, console: Console) -> int:
 
 def make_table(name: str) -> Table:
     """Return the table of a paper for a terminal."""
-    table = Table(title=PAPERS[name]["paper"], title_justify="left", box=SIMPLE_HEAD)
-    for head in ("", "what", "paper", "revzoo", "verdict"):
-        table.add_column(head, justify="right" if head in ("paper", "revzoo") else "left")
+    printed, ours = Column("paper", justify="right"), Column("revzoo", justify="right")
+    table = Table("", "what", printed, ours, "verdict", title=PAPERS[name]["paper"], title_justify="left", box=SIMPLE_HEAD)
     for row in list_rows(name):
         table.add_row(*map(escape, row), style="bold" if row[0] else None)
     return table
