@@ -1,7 +1,8 @@
 """Count what a training step needs for each pixel of its images: every model for images, and its ordinary twin.
 
-    python benchmarks/bytes_per_pixel.py            all models, about 10 minutes on one CPU core
-    python benchmarks/bytes_per_pixel.py --quick    small RevNets for digits, in seconds
+    python benchmarks/bytes_per_pixel.py                 all models, about 10 minutes on one CPU core
+    python benchmarks/bytes_per_pixel.py --whole-sets    the last table alone, in seconds; the file keeps the rest
+    python benchmarks/bytes_per_pixel.py --quick         small RevNets for digits, in seconds
 
 The terms are those of Hascoet et al. 2023 (RevNeXt), section 3: hidden activations z, their gradients g, and temporaries, at
 the peak of a training step. Weights are apart; gradients of weights, buffers and images are left out, as in the paper
@@ -13,11 +14,12 @@ patches and windows do not divide 240, and for digits.
     stored              everything is stored
     twin                the ordinary network
 
-A last table has the whole CIFAR-10 training set in one batch. Everything is counted to the byte in float32 without a device.
-Writes bytes_per_pixel.json and bytes_per_pixel.png.
+A last table has the whole training set of CIFAR-10 or MNIST in one batch. Everything is counted to the byte in float32 without
+a device. Writes bytes_per_pixel.json and bytes_per_pixel.png.
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -40,8 +42,12 @@ from revzoo.spec import ImageInput, Spec
 
 _BATCH, _SIZE = 32, 240
 _SMALL = 32  # pixels of a side: smaller images stay as they are
-_CIFAR10 = 50_000
 _WHOLE_SETS = ("revnext_cifar10", "layerwise_cifar10")
+# Images, overrides, and published bytes: 18.02e9 are 352 bytes for each pixel of 50,000 images, stated as 18 GB.
+_SETS: dict[str, tuple[int, tuple[str, ...], float]] = {
+    "CIFAR-10": (50_000, (), 18.02e9),
+    "MNIST": (60_000, ("input.channels=1", "input.size=[28,28]"), 14e9),
+}
 # Bytes per pixel that follow from the totals for 32 images of 240 x 240 in sections 3 and 4 of the paper, weights left out.
 _PUBLISHED = {
     "revnext_cifar10": 352,
@@ -50,7 +56,6 @@ _PUBLISHED = {
     "revnext_irevnet_cifar10": 640,
     "revnext_resnet_cifar10": 2060,
 }
-_PUBLISHED_CIFAR10_BYTES = 18.02e9  # "18 GB" are 352 bytes for each pixel of 50,000 images of 32 x 32
 
 
 def load_model(name: str) -> Model:
@@ -89,11 +94,14 @@ def count_twin(spec: Spec, batch: Tensor) -> dict[str, Any]:
         return {"problem": f"{type(error).__name__}: {error}".partition("\n")[0]}
 
 
-def count_whole_set(name: str, images: int) -> dict[str, Any]:
-    """Return the memory of a training step with all images of CIFAR-10 in one batch."""
-    model = revzoo.create(name, device="meta")
-    memory = revzoo.measure_memory(model, model.example_input(images))
-    return {"model": name, "images": images, "published_bytes": _PUBLISHED_CIFAR10_BYTES, **memory.to_dict()}
+def count_whole_sets(quick: bool) -> Iterator[dict[str, Any]]:
+    """Yield the memory of a training step with all images of a set in one batch."""
+    for data, (images, overrides, published) in _SETS.items():
+        for name in _WHOLE_SETS:
+            model = revzoo.create(name, overrides=overrides, device="meta")
+            count = 50 if quick else images
+            memory = revzoo.measure_memory(model, model.example_input(count)).to_dict()
+            yield {"data": data, "model": name, "images": count, "published_bytes": published, **memory}
 
 
 def read_terms(report: dict[str, Any]) -> dict[str, float]:
@@ -129,9 +137,9 @@ def make_tables(rows: Sequence[dict[str, Any]], whole_sets: Sequence[dict[str, A
     cells = []
     for row in whole_sets:
         sizes = (row["activation_bytes"], row["weight_bytes"], row["published_bytes"])
-        cells.append((row["model"], row["images"], *(f"{size / 1e9:.2f}" for size in sizes)))
-    heads = ["model", "images", "activations [GB]", "weights [GB]", "published [GB]"]
-    yield _fill_table("the whole CIFAR-10 training set in one batch", heads, cells)
+        cells.append((row["data"], row["model"], row["images"], *(f"{size / 1e9:.2f}" for size in sizes)))
+    heads = ["data", "model", "images", "activations [GB]", "weights [GB]", "published [GB]"]
+    yield _fill_table("a whole training set in one batch", heads, cells)
 
 
 def _format(number: float | None) -> str:
@@ -141,7 +149,7 @@ def _format(number: float | None) -> str:
 def _fill_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for head in heads:
-        table.add_column(head, justify="left" if head in ("model", "at the peak in") else "right", no_wrap=True)
+        table.add_column(head, justify="left" if head in ("model", "data", "at the peak in") else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(str, row))
     return table
@@ -151,19 +159,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     home = Path(__file__).parent / "results" / "cpu"
     parser.add_argument("--out", type=Path, default=home, help=f"folder for what is written (default: {home})")
-    parser.add_argument("--quick", action="store_true", help="small RevNets for digits, and 50 images of CIFAR-10")
+    parser.add_argument("--whole-sets", action="store_true", help="count the last table alone")
+    parser.add_argument("--quick", action="store_true", help="small RevNets for digits, and 50 images of each set")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 220)
+    about, file = describe_environment(), args.out / "bytes_per_pixel.json"
+    whole_sets = list(count_whole_sets(args.quick))
+    if args.whole_sets:
+        known = json.loads(file.read_text()) if file.exists() else about
+        result = known | {"whole_sets": whole_sets, "whole_sets_commit": about["commit"]}
+        file.write_text(json.dumps(result, indent=1) + "\n")
+        console.print(*itertools.islice(make_tables([], whole_sets), 1, None))
+        return
     names = [name for name in revzoo.list_models("revn*_digits" if args.quick else "*") if is_for_images(name)]
     rows = []
     for name in names:
         with console.status(name):
             rows.append(count_model(name))
-    whole_sets = [count_whole_set(name, 50 if args.quick else _CIFAR10) for name in _WHOLE_SETS]
-    result = describe_environment() | {"rows": rows, "whole_sets": whole_sets}
-    (args.out / "bytes_per_pixel.json").write_text(json.dumps(result, indent=1) + "\n")
+    result = about | {"rows": rows, "whole_sets": whole_sets, "whole_sets_commit": about["commit"]}
+    file.write_text(json.dumps(result, indent=1) + "\n")
     plot_pixels(list(list_plot_rows(rows)), args.out / "bytes_per_pixel.png")
     console.print(*make_tables(rows, whole_sets))
 

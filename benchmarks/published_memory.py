@@ -1,6 +1,6 @@
-"""Count the memory that three papers publish: RevNet's and Rev-ViT's tables, and PaReprop's memory over the batch size.
+"""Count the memory that four papers publish: RevNet's, Rev-ViT's, PaReprop's over the batch size, and that of in-place ABN.
 
-    python benchmarks/published_memory.py                   all tables, about 8 minutes on one CPU core
+    python benchmarks/published_memory.py                   all tables, about 20 minutes on one CPU core
     python benchmarks/published_memory.py --only revnet     one table; what the file has of others stays
     python benchmarks/published_memory.py --quick           the same tables of toy networks, in seconds
 
@@ -10,8 +10,11 @@
                 images it is; here it is for 32, which the authors' GPUs had of ResNet-101.
     rev_vit     Rev-ViT (Mangalam et al. 2022), table 1: memory per image, and the largest batch on a GPU of 16 GB. Here the
                 batch is the largest that is counted to fit 16 GiB with AdamW, and memory per image is what one more adds.
+                "stage inputs" computes stem, transitions and head again, which the authors' code stores.
     pareprop    PaReprop (Zhu and Mangalam 2023), figure 7: peak over batch sizes up to 1024, AdamW included. Beside it are the
                 peaks in the logs of tyleryzhu/RevSwin (branch thrput), of whose fusion the networks here are.
+    resnext     Jiang et al. 2020, figure 5c and 5d: ResNeXt-101 on a GPU of 12,196 MiB, SGD with momentum. All norms stored,
+                all in place, and plans of the stored network for batches between: their FLOPs are over those of storing.
 
 Bytes are counted to the byte in float32 without a device, so the networks need not fit anything, and the result is the same on
 every machine. Fused attention is counted as on a CPU, and what the update itself takes is not counted. The papers' figures come
@@ -23,6 +26,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +40,12 @@ from runtime import describe_environment
 from torch import nn
 
 import revzoo
+from revzoo.analysis.flops import count_flops
 from revzoo.model.model import Model
 
-_GPU_BYTES = 16 * 2**30
+_GPU_BYTES, _TITAN_BYTES = 16 * 2**30, 12_196 * 2**20
+_SGD = partial(torch.optim.SGD, momentum=0.9)
+_TINY_RESNEXT = ("input.size=[32,32]", "stages.2.depth=1")
 _TINY_VIT = ("stages.0.depth=1", "input.size=[32,32]", "twin.arguments={depth: 1}")
 
 # Published: [MB] parameters and activations
@@ -109,25 +116,27 @@ def _find_published_schedule(model: Model) -> list[str]:
     return ["recompute" if unit.name.endswith("transition") else modes[unit.kind] for unit in units]
 
 
-def make_counter(source: str, overrides: Sequence[str], variant: Variant) -> Callable[[int], int]:
-    """Return a function that counts the peak of a training step with AdamW for a batch size.
+def make_counter(
+    source: str, overrides: Sequence[str], variant: Variant, optimize: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+) -> Callable[[int], int]:
+    """Return a function that counts the peak of a training step with an optimizer for a batch size.
 
     Raises:
         LookupError: the twin cannot be built; the text says why.
     """
     network = build_network(source, overrides, variant, "meta")
     model = revzoo.create(source, overrides=overrides, device="meta")  # makes the batches
-    optimizer = torch.optim.AdamW(network.parameters())
+    optimizer = optimize(network.parameters())
     return lambda batch: revzoo.measure_memory(network, model.example_input(batch), optimizer).peak_bytes
 
 
 def count_rev_vit(quick: bool) -> dict[str, Any]:
-    """Return memory per image and the largest batch of each network, stored, inverted and as the ordinary twin."""
+    """Return memory per image and the largest batch of each network, in every variant and with stage inputs alone kept."""
     networks = {"rev_vit_ti": _TINY_VIT} if quick else dict.fromkeys(_REV_VIT, ())
     budget = 2**25 if quick else _GPU_BYTES
     rows, missing = [], {}
     for source, overrides in networks.items():
-        for variant in VARIANTS:
+        for variant in (*VARIANTS, Variant("stage inputs", "stage_inputs")):
             try:
                 batch, per_image = find_largest_batch(make_counter(source, overrides, variant), budget)
             except LookupError as error:
@@ -183,10 +192,30 @@ def _list_logged_peaks() -> Iterator[dict[str, Any]]:
                     yield {"model": source, "variant": variant, "batch": batch, "peak_gibibytes": peak}
 
 
+def count_resnext(quick: bool) -> dict[str, Any]:
+    """Return the largest batches with stored norms and in-place ABN, and the FLOPs of plans for batches between."""
+    overrides, budget = (_TINY_RESNEXT, 2**30) if quick else ((), _TITAN_BYTES)
+    stored = Variant("stored", "store")
+    rows: list[dict[str, Any]] = []
+    for label, source in {"stored": "resnext_101_bn", "in-place ABN": "resnext_101_iabn"}.items():
+        batch, per_image = find_largest_batch(make_counter(source, overrides, stored, _SGD), budget)
+        rows.append({"variant": label, "batch": batch, "bytes_per_image": per_image, "flops": 1.0})
+    model = revzoo.create("resnext_101_bn", overrides=overrides, schedule="store", device="meta").train()
+    least, most = (row["batch"] for row in rows)
+    for batch in torch.linspace(least + 1, most, 4).int().tolist():
+        images = model.example_input(batch)
+        plan = revzoo.plan(model, images, budget, optimizer=_SGD(model.parameters()))
+        flops = 1 + plan.extra_flops / count_flops(model, images)
+        rows.append({"variant": "planned", "batch": batch, "bytes_per_image": None, "flops": flops})
+        rows[-1] |= {"peak_bytes": plan.peak_bytes, "least_peak_bytes": plan.min_peak_bytes}
+    return {"budget_bytes": budget, "rows": rows}
+
+
 TABLES: dict[str, Callable[[bool], dict[str, Any]]] = {
     "revnet": count_revnet,
     "rev_vit": count_rev_vit,
     "pareprop": count_pareprop,
+    "resnext": count_resnext,
 }
 
 
@@ -197,14 +226,14 @@ def make_tables(results: dict[str, dict[str, Any]]) -> Iterator[Table]:
         for row in result["rows"]:
             counted = f"{row['parameter_bytes'] / 1e6:.0f}", f"{row['activation_bytes'] / 1e6:.0f}"
             rows.append((row["variant"], *counted, *(row["published_megabytes"] or ("", ""))))
-        heads = ("variant", "parameters [MB]", "activations [MB]", "published", "published")
+        heads = ("variant", "parameters [MB]", "activations [MB]", "published parameters", "activations")
         yield _fill_table(f"{result['model']}, {result['batch']} images", heads, rows)
     if "rev_vit" in results:
         rows = []
         for row in results["rev_vit"]["rows"]:
             counted = f"{row['bytes_per_image'] / 1e6:.1f}", row["largest_batch"]
             rows.append((row["model"], row["variant"], *counted, *(row["published"] or ("", ""))))
-        heads = ("model", "variant", "an image [MB]", "largest batch", "published", "published")
+        heads = ("model", "variant", "an image [MB]", "largest batch", "published an image", "batch")
         yield _fill_table(f"within {results['rev_vit']['budget_bytes'] / 2**30:.3g} GiB", heads, rows)
     if "pareprop" in results:
         logged = {_key(row): f"{row['peak_gibibytes']:.2f}" for row in results["pareprop"]["published"]}
@@ -212,6 +241,10 @@ def make_tables(results: dict[str, dict[str, Any]]) -> Iterator[Table]:
             (*_key(row), f"{row['peak_bytes'] / 2**30:.2f}", logged.get(_key(row), "")) for row in results["pareprop"]["rows"]
         ]
         yield _fill_table("peak with AdamW", ("model", "variant", "batch", "counted [GiB]", "published"), rows)
+    if "resnext" in results:
+        rows = [(row["variant"], row["batch"], f"{row['flops']:.4f}") for row in results["resnext"]["rows"]]
+        title = f"ResNeXt-101 within {results['resnext']['budget_bytes'] / 2**20:,.0f} MiB"
+        yield _fill_table(title, ("variant", "batch", "FLOPs over stored"), rows)
     for result in results.values():
         if missing := result.get("missing"):
             yield _fill_table("not counted", ("what", "why"), list(missing.items()))

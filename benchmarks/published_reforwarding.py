@@ -24,7 +24,7 @@ between two, or none of them; definition 1 takes the largest set of them that is
 Known inefficiencies: the costs of all runs of a chain are listed, n^2 / 2 of them. A shortest path takes O(n), so all of them
 O(n^3) at worst; as a rule some hundred are tried. A maximal split looks at all pairs of vertices, each in O(n).
 
-Source: Feng and Huang, "Optimal Gradient Checkpoint Search for Arbitrary Computation Graphs", sections 4 and 5.
+Source: Feng and Huang 2018, "Cutting Down Training Memory by Re-forwarding", sections 4 and 5.
 """
 
 from bisect import bisect_left

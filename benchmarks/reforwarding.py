@@ -30,11 +30,13 @@ def main() -> None:
     for row in rows:
         if args.only in (None, row.name):
             known[row.name] = measured = measure_row(row)
+            stored, planned, equation, floor = (
+                measured[f"{key}_bytes"] / 2**20 for key in ("stored", "planned", "by_equation_1", "floor")
+            )
             print(
-                f"{row.name}, batch {row.batch}: published {row.regular} -> {row.published} MB, best cuts {row.best_cuts}, by "
-                f"equation 1 {measured['by_equation_1']:.0f}, "
-                f"stored {measured['stored']:.0f} -> planned {measured['planned']:.0f} MB @ {measured['flops']:.3f}, "
-                f"floor {measured['floor']:.0f} MB",
+                f"{row.name}, batch {row.batch}: published {row.regular} -> {row.published} MiB, best cuts {row.best_cuts}, by "
+                f"equation 1 {equation:.0f}, stored {stored:.0f} -> planned {planned:.0f} MiB @ {measured['flops']:.3f}, "
+                f"floor {floor:.0f} MiB",
                 flush=True,
             )
         table = [known[each.name] for each in ROWS if each.name in known]

@@ -3,10 +3,11 @@
 Peaks are measured as the paper does, as what a batch of twice the size takes more: r(2b) - r(b). Weights, their gradients and
 what else does not depend on the batch fall out. Networks are torchvision's, without dropout.
 
-The published columns are table 1 of Feng and Huang 2021, "Optimal Gradient Checkpoint Search for Arbitrary Computation Graphs".
-The column "best cuts" is the smallest true peak of one more forward over the authors' own cuts of these networks, found by
-dynamic programming and measured in FakeTensors while the planner was designed. "By equation 1" is the true peak of the plan
-that the published algorithm chooses (`published_reforwarding.py`).
+The published columns are table 1 of Feng and Huang 2018, "Cutting Down Training Memory by Re-forwarding"; theirs of 2021 on the
+method, "Optimal Gradient Checkpoint Search for Arbitrary Computation Graphs", prints others. What it calls MB are MiB: its
+code divides by 1024 twice. The column "best cuts" is the smallest true peak of one more forward over the authors' own cuts of
+these networks, found by dynamic programming and measured in FakeTensors while the planner was designed. "By equation 1" is the
+true peak of the plan that the published algorithm chooses (`published_reforwarding.py`).
 
 The floor is what autograd's functions have at once, so that no plan takes less. Where a network begins
 with its largest tensor, that is the activation behind it: the gradient that reaches it, the result that it saves and the
@@ -31,7 +32,7 @@ MOST_FLOPS = 1.34  # over stored
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table. Memory is in MB.
+    """A row of the table. Memory is in MiB here, and in bytes in what is measured.
 
     Args:
         name: of the network.
@@ -49,21 +50,21 @@ class Row:
 
 
 ROWS = (
-    Row("alexnet", 1024, 3550, 2620, 2996),
-    Row("vgg11", 64, 2976, 1802, 2505),
-    Row("vgg13", 64, 4152, 2586, 3327),
-    Row("vgg16", 64, 4470, 2586, 3327),
-    Row("vgg19", 64, 4788, 2502, 3327),
-    Row("resnet18", 256, 5402, 2898, 3442),
-    Row("resnet34", 128, 3900, 1544, 1721),
-    Row("resnet50", 64, 5206, 1798, 2042),
-    Row("resnet101", 32, 3812, 970, 1021),
-    Row("resnet152", 16, 2810, 564, 485),
-    Row("inception_v3", 32, 2976, 910, 920),
-    Row("densenet121", 32, 3984, 776, 803),
-    Row("densenet161", 16, 3658, 616, 597),
-    Row("densenet169", 32, 4826, 848, 803),
-    Row("densenet201", 16, 3164, 582, 407),
+    Row("alexnet", 1024, 3550, 2620, 2857),
+    Row("vgg11", 64, 2976, 1802, 2389),
+    Row("vgg13", 64, 4152, 2586, 3173),
+    Row("vgg16", 64, 4470, 2586, 3173),
+    Row("vgg19", 64, 4788, 2502, 3173),
+    Row("resnet18", 256, 5402, 2898, 3283),
+    Row("resnet34", 128, 3900, 1544, 1641),
+    Row("resnet50", 64, 5206, 1798, 1947),
+    Row("resnet101", 32, 3812, 970, 974),
+    Row("resnet152", 16, 2810, 564, 463),
+    Row("inception_v3", 32, 2976, 910, 877),
+    Row("densenet121", 32, 3984, 776, 766),
+    Row("densenet161", 16, 3658, 616, 569),
+    Row("densenet169", 32, 4826, 848, 766),
+    Row("densenet201", 16, 3164, 582, 388),
 )
 
 
@@ -76,10 +77,10 @@ def measure_row(row: Row) -> dict[str, Any]:
         "published_regular": row.regular,
         "published": row.published,
         "best_cuts": row.best_cuts,
-        "stored": (large.stored - small.stored) / 1e6,
-        "by_equation_1": (large.published - small.published) / 1e6,
-        "planned": (large.planned - small.planned) / 1e6,
-        "floor": (large.floor - small.floor) / 1e6,
+        "stored_bytes": large.stored - small.stored,
+        "by_equation_1_bytes": large.published - small.published,
+        "planned_bytes": large.planned - small.planned,
+        "floor_bytes": large.floor - small.floor,
         "flops": large.flops,
     }
 

@@ -20,7 +20,8 @@ look-ahead, and a warning says why.
 
 Cost: the refilled tensors of one more call.
 
-Source: PaReprop, Zhu and Mangalam 2023. There the order is tied to pairs of blocks, and wrong for an odd number of them.
+Source: PaReprop, Zhu and Mangalam 2023. In its code (minREV, RevSwin) the order is tied to pairs of blocks, and wrong for odd
+numbers.
 """
 
 import os
