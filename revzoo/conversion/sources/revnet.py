@@ -50,7 +50,7 @@ class RevNet(PublishedSource):
     def complete(self, description: Any, tensors: Tensors) -> PublishedNetwork:
         """Return the network that a checkpoint has, and how images were prepared for it."""
         network = super().complete(description, self._strip_scope(tensors))
-        return replace(network, pretrained_cfg=_CIFAR if network.spec.input.size == (32, 32) else _IMAGENET)
+        return replace(network, pretrained_cfg=_IMAGENET if network.spec.stem.arguments.get("pool") else _CIFAR)
 
     def canonicalise(self, description: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a checkpoint's tensors outside its scope, and 0 for counts of batches, which TensorFlow does not have."""
