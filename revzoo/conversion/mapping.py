@@ -45,8 +45,7 @@ class TensorMapping:
             case "reshaped":
                 return [tensors[0].reshape(self.shape)]
             case "transposed":
-                order = (3, 2, 0, 1) if tensors[0].dim() == 4 else (1, 0)
-                return [tensors[0].permute(order)]
+                return [tensors[0].permute((3, 2, 0, 1) if tensors[0].dim() == 4 else (1, 0))]
             case "shortened":
                 return [tensors[0][:, 1:]]
             case "unused":
@@ -63,8 +62,7 @@ class TensorMapping:
             case "reshaped":
                 return [tensors[0].reshape(self.original_shape)]
             case "transposed":
-                order = (2, 3, 1, 0) if tensors[0].dim() == 4 else (1, 0)
-                return [tensors[0].permute(order)]
+                return [tensors[0].permute((2, 3, 1, 0) if tensors[0].dim() == 4 else (1, 0))]
             case "shortened":
                 return [F.pad(tensors[0], (0, 0, 1, 0), value=1.0)]
         return tensors

@@ -149,7 +149,7 @@ def test_shipped_weights_repeat_their_metric():
 
 @torch.no_grad()
 def test_shipped_weights_for_mnist_read_other_digits():
-    """Scikit-learn's, enlarged to 20x20 pixels within 28x28 as MNIST's are; where MNIST is, `revzoo eval` repeats the metric."""
+    """Scikit-learn's, enlarged to 20x20 pixels in 28x28 as MNIST's are; where MNIST is, `revzoo eval` repeats the metric."""
     model = revzoo.create("revnet_mnist", pretrained=True).eval()
     pixels, labels = load_digits(return_X_y=True)
     prepare, answers = revzoo.transform(model), []

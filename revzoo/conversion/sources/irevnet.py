@@ -49,7 +49,5 @@ class IRevNet(PublishedSource):
         """Return a file's tensors, and 0 for the counts of batches that it may lack."""
         complete, notes = add_batch_counts(tensors)
         if self._load_spec(description).stem.type == "pad_channels":
-            notes.append(
-                "Stream 2 begins as zeros, which are rebuilt by exact arithmetic alone: train it with model.exact=true"
-            )
+            notes.append("Stream 2 begins as zeros, which are rebuilt by exact arithmetic alone: train with model.exact=true")
         return complete, super().canonicalise(description, tensors)[1] + notes

@@ -24,6 +24,8 @@ from revzoo.parts.layers.convolution import (
 )
 from revzoo.registry import stems
 
+Zeros = Literal["halves", "end"]
+
 
 @stems.register("conv")
 class ConvStem(nn.Module):
@@ -192,14 +194,7 @@ class PadStem(nn.Module):
     Source: i-RevNet (Jacobsen et al. 2018), the injective network; pytorch-i-revnet (`models/model_utils.py`, injective_pad).
     """
 
-    def __init__(
-        self,
-        context: BuildContext,
-        *,
-        width: PositiveInt,
-        block: PositiveInt = 1,
-        zeros: Literal["halves", "end"] = "halves",
-    ):
+    def __init__(self, context: BuildContext, *, width: PositiveInt, block: PositiveInt = 1, zeros: Zeros = "halves"):
         super().__init__()
         self._fold = SpaceToDepthStem(context, block=block)
         channels = self._fold.out_shape.width
