@@ -24,7 +24,7 @@ def declare(parser: Parser) -> None:
         "published checkpoint",
     )
     declare_import(parser)
-    parser.add_argument("--weights", metavar="FILE", help="safetensors, .pth, .bin, or an index of shards (default: the hub's)")
+    parser.add_argument("--weights", metavar="FILE", help="safetensors, .pth, .bin, an index, model.ckpt-N (default: the hub)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write, new or empty")
     parser.add_argument(
         "--coupling",

@@ -71,8 +71,9 @@ def convert(
     Args:
         source: a timm name, a folder with a Transformers config.json, the name or spec file of a reversible model (for
             published checkpoints of it), or a module of timm or Transformers.
-        weights: a safetensors, .pth or .bin file, the index of a sharded checkpoint, or a folder with one of these; None: the
-            weights of the module or folder, or timm's pretrained ones, which are fetched from a hub.
+        weights: a safetensors, .pth or .bin file, the index of a sharded checkpoint, a checkpoint of TensorFlow by the name
+            before its suffixes (model.ckpt-600000), or a folder with one of these; None: the weights of the module or folder,
+            or timm's pretrained ones, which are fetched from a hub.
         coupling: "momentum", "dual_residual" or "additive".
         kept_bits: s from 0 to 15: b = 2^-s on a grid, and the bits that a step loses are kept, so that it is inverted exactly.
             None: floating point, with b given by `m` or `beta`. Not used where one of these is given.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Transform = Literal["copied", "renamed", "tied", "merged", "reshaped", "shortened", "unused"]
+Transform = Literal["copied", "renamed", "tied", "merged", "reshaped", "transposed", "shortened", "unused"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class TensorMapping:
         ours: keys in the converted network's state dict; none where the tensors have no place in it and are only given back.
         theirs: keys in the original's state dict.
         transform: what is done with them. "tied" tensors are copies, of which ours is one; "merged" ones are of equal shape
-            and stacked along their first dimension (q, k and v of an attention); of a "shortened" one ours lacks the first row
+            and stacked along their first dimension (q, k and v of an attention); "transposed" ones are TensorFlow's weights,
+            whose inputs and outputs are the last dimensions; of a "shortened" one ours lacks the first row
             of (1, N, D), which was all ones; "unused" ones may be missing.
         shape: of ours, where that is another one ("reshaped").
         original_shape: of theirs.
@@ -43,6 +44,8 @@ class TensorMapping:
                 return [torch.cat(list(tensors))]
             case "reshaped":
                 return [tensors[0].reshape(self.shape)]
+            case "transposed":
+                return [tensors[0].permute((3, 2, 0, 1) if tensors[0].dim() == 4 else (1, 0))]
             case "shortened":
                 return [tensors[0][:, 1:]]
             case "unused":
@@ -58,6 +61,8 @@ class TensorMapping:
                 return tensors[0].chunk(len(self.theirs))
             case "reshaped":
                 return [tensors[0].reshape(self.original_shape)]
+            case "transposed":
+                return [tensors[0].permute((2, 3, 1, 0) if tensors[0].dim() == 4 else (1, 0))]
             case "shortened":
                 return [F.pad(tensors[0], (0, 0, 1, 0), value=1.0)]
         return tensors

@@ -1,6 +1,7 @@
 """Find specs, recipes and weights by name: those that ship, and those of users."""
 
 import os
+import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,6 +13,7 @@ from revzoo.plugin import list_spec_folders
 SPEC_FILE = "spec.yaml"  # in the folder of a run, of a converted network, and of a model that was saved
 CONVERTED_WEIGHTS = "model.safetensors"  # next to spec.yaml in a folder that `convert` or `save_pretrained` wrote
 INDEX_SUFFIX = ".index.json"  # added to the name of a file of weights, gives that of the index of several files
+TENSORFLOW_FILE = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")  # ends the files of a checkpoint of TensorFlow
 WEIGHTS_INDEX = CONVERTED_WEIGHTS + INDEX_SUFFIX
 UNUSED_WEIGHTS = "unused.safetensors"  # of a converted network: tensors of the original that it has no place for
 BEST_WEIGHTS = "best.safetensors"  # next to spec.yaml in the folder of a run
@@ -118,7 +120,7 @@ def find_beside(path: str) -> str:
     """Return " Did you mean 'x'?" for the file with the most similar name in the folder of a missing one, or nothing."""
     folder, name = os.path.split(path.rstrip(os.sep))
     try:
-        beside = sorted(os.listdir(folder or "."))
+        beside = sorted({TENSORFLOW_FILE.sub("", other) for other in os.listdir(folder or ".")})
     except (OSError, ValueError):  # there is no such folder, it cannot be read, or no folder can have this name
         return ""
     nearest = find_nearest(name, [other for other in beside if not other.startswith(".")], 0.6)

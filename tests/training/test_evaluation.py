@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from accelerate import Accelerator
+from PIL import Image
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -137,13 +139,27 @@ def test_overrides_without_an_effect(setting, message):
 
 
 def test_shipped_weights_repeat_their_metric():
-    assert sorted(index.read_index()) == [
-        *("irevnet_digits", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits"),
-    ]
-    for name in index.read_index():
+    names = ["irevnet_digits", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits"]
+    assert sorted(index.read_index()) == sorted([*names, "revnet_mnist"])
+    for name in names:
         scores, entry = evaluate_pretrained(name)
         assert round(scores.metrics["top1"], 2) == entry.metric["top1"]
         assert scores.metrics["top1"] >= 96
+
+
+@torch.no_grad()
+def test_shipped_weights_for_mnist_read_other_digits():
+    """Scikit-learn's, enlarged to 20x20 pixels in 28x28 as MNIST's are; where MNIST is, `revzoo eval` repeats the metric."""
+    model = revzoo.create("revnet_mnist", pretrained=True).eval()
+    pixels, labels = load_digits(return_X_y=True)
+    prepare, answers = revzoo.transform(model), []
+    for each in pixels[:200].reshape(-1, 8, 8):
+        image = Image.new("L", (28, 28))
+        image.paste(Image.fromarray((each * 15).astype("uint8")).resize((20, 20)), (4, 4))
+        answers.append(int(model(prepare(image)[None]).argmax()))
+    assert (torch.tensor(answers) == torch.tensor(labels[:200])).float().mean() > 0.9
+    with pytest.raises(SpecError, match=r"data\.root: found nothing.*Add data\.root=DIR"):
+        evaluate_pretrained("revnet_mnist")
 
 
 def test_scores_of_ids_by_hand():

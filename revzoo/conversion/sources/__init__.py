@@ -2,8 +2,10 @@
 
 from revzoo.conversion.original import Original
 from revzoo.conversion.sources.base import IN_PLACE, Source
+from revzoo.conversion.sources.irevnet import IRevNet
 from revzoo.conversion.sources.mmpretrain import MMPretrain
 from revzoo.conversion.sources.pyslowfast import PySlowFast
+from revzoo.conversion.sources.revnet import RevNet
 from revzoo.conversion.sources.timm_base import TimmSource
 from revzoo.conversion.sources.timm_mvit import TimmMViT
 from revzoo.conversion.sources.timm_resnet import TimmResNet
@@ -24,6 +26,8 @@ SOURCES: tuple[Source, ...] = (
     DISTILBERT,
     PySlowFast(),
     MMPretrain(),
+    IRevNet(),
+    RevNet(),
 )
 
 

@@ -37,7 +37,7 @@ class MMPretrain(PublishedSource):
     """Published checkpoints such as revvit-base_3rdparty_in1k."""
 
     name = "mmpretrain Rev-ViT"
-    families, head, rules = _FAMILIES, "head.fc.weight", _RULES
+    families, head, rules = _FAMILIES, "head.fc.bias", _RULES
 
     def recognises(self, tensors: Tensors) -> bool:
         """Return whether a file has mmpretrain's keys."""

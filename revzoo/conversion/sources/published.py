@@ -6,7 +6,7 @@ tensors can tell it becomes a `PublishedNetwork`.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,10 +18,13 @@ from revzoo.conversion.mapping import TensorMapping, rename
 from revzoo.conversion.sources.base import Source, Tensors
 from revzoo.errors import ConversionError, UnknownNameError
 from revzoo.model.builder import build
+from revzoo.model.model import Model
 from revzoo.spec.edit import with_outputs
 from revzoo.spec.loading import load_spec
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import STATEMENTS, Spec
+
+_PARTS = {"coupling": "additive", "fuse": "concat", "head": "pooled_linear"}
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,13 @@ class PublishedNetwork:
         spec: the zoo's spec, with the file's number of outputs.
         notes: what differs from the zoo's spec.
         has_class_token: whether the first row of positions belongs to a class token (mmpretrain).
+        pretrained_cfg: how images were prepared, in timm's words; what is not in it is timm's default.
     """
 
     spec: Spec
     notes: tuple[str, ...] = ()
     has_class_token: bool = True
+    pretrained_cfg: Mapping[str, Any] = field(default_factory=dict)
 
 
 class PublishedSource(Source):
@@ -44,8 +49,9 @@ class PublishedSource(Source):
 
     published: ClassVar[bool] = True
     families: ClassVar[tuple[str, ...]]  # families of the zoo whose networks the library publishes
-    head: ClassVar[str]  # their key of the classifier's weight
+    head: ClassVar[str]  # their key of the classifier's bias
     rules: ClassVar[Mapping[str, str]]  # from our keys, layers numbered through, to theirs; the first match counts
+    parts: ClassVar[Mapping[str, str]] = {"split": "duplicate"}  # what their networks have, beyond `_PARTS`
 
     def handles(self, description: Any) -> bool:
         """Return whether this names a spec of one of the families."""
@@ -61,7 +67,7 @@ class PublishedSource(Source):
         """
         spec = self._load_spec(description)
         own, head = spec.head.arguments["outputs"], tensors.get(self.head)
-        if head is None or head.dim() != 2 or len(head) == own:
+        if head is None or head.dim() != 1 or len(head) == own:
             return PublishedNetwork(spec)
         note = f"The head has {len(head)} outputs, as in the file; {spec.name} has {own}."
         return PublishedNetwork(with_outputs(spec, len(head)), (note,))
@@ -86,19 +92,23 @@ class PublishedSource(Source):
         spec = self._load_spec(description)
         with torch.device("meta"):
             model = build(spec)
-        layers: dict[str, str] = {}  # our blocks and transitions, numbered through the network
-        for entry in model.layout():
-            if entry.kind == "step":
-                layers.setdefault(entry.name.rpartition(".")[0], f"layers.{len(layers)}")
-            elif entry.stage is not None:
-                layers[entry.name] = f"layers.{len(layers)}.transition"
-        mappings = []
+        layers, mappings = self.name_layers(model), []
         for key, tensor in model.state_dict().items():
             place = next((place for place in layers if key.startswith(f"{place}.")), "")
             ours = layers.get(place, "") + key.removeprefix(place)
             theirs = next(re.sub(rule, name, ours, count=1) for rule, name in self.rules.items() if re.match(rule, ours))
             mappings.append(self.map_tensor(key, theirs, tensor, description))
         return mappings
+
+    def name_layers(self, model: Model) -> dict[str, str]:
+        """Return what our blocks and transitions are called in `rules`: their numbers through the network."""
+        layers: dict[str, str] = {}
+        for entry in model.layout():
+            if entry.kind == "step":
+                layers.setdefault(entry.name.rpartition(".")[0], f"layers.{len(layers)}")
+            elif entry.stage is not None:
+                layers[entry.name] = f"layers.{len(layers)}.transition"
+        return layers
 
     def map_tensor(self, ours: str, theirs: str, tensor: Tensor, description: Any) -> TensorMapping:
         """Return the mapping of one tensor.
@@ -114,11 +124,10 @@ class PublishedSource(Source):
     def _load_spec(self, description: str | Path | PublishedNetwork) -> Spec:
         """Return the spec, or raise ConversionError if the library has no such network."""
         spec = description.spec if isinstance(description, PublishedNetwork) else load_spec(description)
-        parts = {"coupling": "additive", "split": "duplicate", "fuse": "concat", "head": "pooled_linear"}
-        for part, allowed in parts.items():
+        for part, allowed in {**_PARTS, **self.parts}.items():
             if (received := getattr(spec, part).type) != allowed:
                 raise ConversionError(
                     f"{self.name} has networks whose {part} is {allowed}. Received: {spec.name}, whose {part} is {received}. "
-                    "Convert to the published model's own spec, for example rev_vit_b."
+                    "Convert to the published model's own spec."
                 )
         return spec

@@ -37,7 +37,7 @@ class PySlowFast(PublishedSource):
     """Published checkpoints such as REV_VIT_B.pyth and REV_MVIT_B.pyth."""
 
     name = "PySlowFast Rev-ViT and Rev-MViT"
-    families, head, rules = _FAMILIES, "head.projection.weight", _RULES
+    families, head, rules = _FAMILIES, "head.projection.bias", _RULES
 
     def recognises(self, tensors: Tensors) -> bool:
         """Return whether a file has PySlowFast's keys."""

@@ -1,4 +1,4 @@
-"""Changes to tensors that several sources need: one matrix of queries, keys and values; positions of another resolution."""
+"""Changes to tensors that several sources need: one matrix of queries, keys and values; counts; positions of another grid."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from torch import Tensor
 GridSize = tuple[int, int]  # rows and columns of tokens
 
 _QUERY = re.compile(r"(^|\.)q(_proj)?(?=\.[^.]*$)")  # the module in a key
+_MEAN = re.compile(r"\b(running|ema)_mean$")
 
 
 def merge_qkv(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
@@ -31,6 +32,14 @@ def merge_qkv(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[st
     if not count:
         return result, []
     return result, [f"{3 * count} tensors of separate queries, keys and values were merged into {count} (qkv)"]
+
+
+def add_batch_counts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors with 0 for the counts of batches that BatchNorm did not have before PyTorch 0.4.1, and a note."""
+    counts = [_MEAN.sub("num_batches_tracked", key) for key in tensors if _MEAN.search(key)]
+    absent = {key: torch.tensor(0) for key in counts if key not in tensors}
+    notes = [f"{len(absent)} counts of batches (num_batches_tracked) are not in the file and were set to 0"]
+    return {**tensors, **absent}, notes if absent else []
 
 
 def resize_positions(tensor: Tensor, shape: Sequence[int], prefix: int = 0, grid: GridSize | None = None) -> Tensor | None:

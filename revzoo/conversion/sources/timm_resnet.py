@@ -8,13 +8,13 @@ ReLU(unit(x)), as in Re2TAL.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
 
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.sources.base import Tensors
+from revzoo.conversion.sources.tensors import add_batch_counts
 from revzoo.conversion.sources.timm_base import TimmSource, read_rate
 
 _LAYERS = ("layer1", "layer2", "layer3", "layer4")
@@ -39,11 +39,7 @@ class TimmResNet(TimmSource):
 
     def canonicalise(self, network: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors, and 0 for the counts of batches that files from before PyTorch 0.4.1 lack."""
-        means = [key for key in tensors if key.endswith(".running_mean")]
-        counts = [key.replace("running_mean", "num_batches_tracked") for key in means]
-        absent = {key: torch.tensor(0) for key in counts if key not in tensors}
-        notes = [f"{len(absent)} counts of batches (num_batches_tracked) are not in the file and were set to 0"]
-        return {**tensors, **absent}, notes if absent else []
+        return add_batch_counts(tensors)
 
     def map_tensors(self, network: Any) -> Sequence[TensorMapping]:
         """Return the mapping of every tensor."""

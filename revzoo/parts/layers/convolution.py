@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch.nn.functional as F
-from timm.layers import BatchNormAct2d, get_act_layer, get_norm_layer
+from timm.layers import BatchNormAct2d, Conv2dSame, get_act_layer, get_norm_layer
 from torch import Tensor, nn
 
 from revzoo.bounds import PositiveFloat, PositiveInt
@@ -48,10 +48,26 @@ def build_leaky_norm(name: LeakyNorm, width: int, slope: float) -> nn.Module:
 
 
 UnitLayout = Literal["basic", "bottleneck"]
+Padding = Literal["symmetric", "same"]  # `same`: TensorFlow's, which at stride 2 pads more below and to the right
+
+
+def build_convolution(width: int, out_width: int, kernel: int, stride: int = 1, padding: Padding = "symmetric") -> nn.Conv2d:
+    """Return a convolution without bias whose output's sides are the input's over the stride."""
+    if padding == "same" and stride > 1:  # at stride 1 the two are one
+        same: nn.Conv2d = Conv2dSame(width, out_width, kernel, stride, bias=False)
+        return same
+    return nn.Conv2d(width, out_width, kernel, stride, kernel // 2, bias=False)
 
 
 def build_preactivated_unit(
-    width: int, out_width: int, *, layout: UnitLayout, stride: int = 1, preactivate: bool = True, momentum: float = 0.01
+    width: int,
+    out_width: int,
+    *,
+    layout: UnitLayout,
+    stride: int = 1,
+    preactivate: bool = True,
+    momentum: float = 0.01,
+    padding: Padding = "symmetric",
 ) -> nn.Sequential:
     """Return BatchNorm, ReLU and convolution, two or three times.
 
@@ -61,6 +77,7 @@ def build_preactivated_unit(
         stride: stride of the first convolution.
         preactivate: False leaves the first BatchNorm and ReLU out, for an input that has just passed through both.
         momentum: momentum of BatchNorm's running statistics.
+        padding: of the strided convolution.
     Source: revnet-public `resnet_model.py`, `_residual` and `_bottleneck_residual`.
     """
     middle = out_width if layout == "basic" else out_width // 4
@@ -71,7 +88,7 @@ def build_preactivated_unit(
     for i, kernel in enumerate(kernels):
         if i > 0 or preactivate:
             unit.add_module(f"norm{i + 1}", build_batch_norm(widths[i], momentum))
-        unit.add_module(f"conv{i + 1}", nn.Conv2d(widths[i], widths[i + 1], kernel, strides[i], kernel // 2, bias=False))
+        unit.add_module(f"conv{i + 1}", build_convolution(widths[i], widths[i + 1], kernel, strides[i], padding))
     return unit
 
 

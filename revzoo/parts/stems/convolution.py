@@ -2,9 +2,11 @@
 
 from collections import OrderedDict
 from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from timm.layers.pool2d_same import MaxPool2dSame
 from torch import Tensor, nn
 
 from revzoo.bijection import SpaceToDepth
@@ -13,12 +15,16 @@ from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.layers.convolution import (
     LeakyNorm,
+    Padding,
     build_batch_norm,
+    build_convolution,
     build_leaky_norm,
     divide_rounding_up,
     list_norm_and_activation,
 )
 from revzoo.registry import stems
+
+Zeros = Literal["halves", "end"]
 
 
 @stems.register("conv")
@@ -32,7 +38,8 @@ class ConvStem(nn.Module):
         stride: stride of the convolution; the image's sides are divisible by it, or with `pool` by twice as much.
         pool: whether a 3x3 max-pool of stride 2 follows.
         momentum: momentum of BatchNorm's running statistics.
-    Source: RevNet (revnet-public `resnet_model.py`); padding is symmetric here, TensorFlow's SAME is not at stride 2.
+        padding: `symmetric`, or `same` as TensorFlow pads where the stride is not 1, for published checkpoints.
+    Source: RevNet (revnet-public `resnet_model.py`), whose padding is `same`.
     """
 
     def __init__(
@@ -44,6 +51,7 @@ class ConvStem(nn.Module):
         stride: PositiveInt = 1,
         pool: bool = False,
         momentum: UnitInterval = 0.01,
+        padding: Padding = "symmetric",
     ):
         super().__init__()
         shape = context.shape
@@ -54,9 +62,9 @@ class ConvStem(nn.Module):
         if any(side % shrink for side in shape.size):
             raise PartArgumentError("stride", stride, f"sides {shape.size} divisible by stride{' times 2' if pool else ''}")
         self.out_shape = Shape(width, tuple(side // shrink for side in shape.size), "image")
-        self.conv = nn.Conv2d(shape.width, width, kernel, stride, kernel // 2, bias=False)
+        self.conv = build_convolution(shape.width, width, kernel, stride, padding)
         self.norm = build_batch_norm(width, momentum)
-        self.pool = nn.MaxPool2d(3, 2, 1) if pool else nn.Identity()
+        self.pool = nn.Identity() if not pool else MaxPool2dSame(3, 2) if padding == "same" else nn.MaxPool2d(3, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         pooled: Tensor = self.pool(self.norm(self.conv(x)))
@@ -175,18 +183,18 @@ class SpaceToDepthStem(SpaceToDepth):
 class PadStem(nn.Module):
     """Append channels of zeros to each half of the channels, so that a network can be wider than its input.
 
-    After a channel split, both streams then contain part of the image. A stream of nothing but zeros could not be
-    reconstructed: BatchNorm would divide the rounding errors in it by their own standard deviation.
+    After a channel split, both streams then contain part of the image. A stream of nothing but zeros cannot be
+    reconstructed without exact=True: BatchNorm would divide the rounding errors in it by their own standard deviation.
 
     Shapes: (B, C, H, W) -> (B, width, H / block, W / block).
     Args:
         width: channels after padding, even, at least block^2 C.
         block: side of the squares of pixels [pixels] that are folded into channels before padding; divides the image's sides.
-    Source: i-RevNet (Jacobsen et al. 2018), the injective network. pytorch-i-revnet (`models/model_utils.py`, injective_pad)
-        appends all zeros at the end instead.
+        zeros: `halves`, or `end` for all zeros behind the image, as in checkpoints of pytorch-i-revnet.
+    Source: i-RevNet (Jacobsen et al. 2018), the injective network; pytorch-i-revnet (`models/model_utils.py`, injective_pad).
     """
 
-    def __init__(self, context: BuildContext, *, width: PositiveInt, block: PositiveInt = 1):
+    def __init__(self, context: BuildContext, *, width: PositiveInt, block: PositiveInt = 1, zeros: Zeros = "halves"):
         super().__init__()
         self._fold = SpaceToDepthStem(context, block=block)
         channels = self._fold.out_shape.width
@@ -194,7 +202,8 @@ class PadStem(nn.Module):
             raise PartArgumentError("block", block, "at least 2, because both streams need a channel of the image")
         if width < channels or width % 2:
             raise PartArgumentError("width", width, f"an even number, at least the {channels} channels before padding")
-        self._halves = ((channels + 1) // 2, channels // 2)
+        first = (channels + 1) // 2 if zeros == "halves" else min(channels, width // 2)
+        self._halves = (first, channels - first)
         self._zeros = tuple(width // 2 - half for half in self._halves)
         self.out_shape = replace(self._fold.out_shape, width=width)
 

@@ -8,6 +8,7 @@ from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.layers.convolution import (
     LeakyNorm,
+    Padding,
     PreactivatedBlock,
     ResNetUnit,
     UnitLayout,
@@ -32,6 +33,7 @@ class ResidualPair(nn.Module):
             convolution.
         preactivate: whether F begins with BatchNorm and ReLU. Use false directly after a stem, which ends with both.
         momentum: momentum of BatchNorm's running statistics.
+        padding: `symmetric`, or `same` as TensorFlow pads where the stride is not 1, for published checkpoints.
     Source: RevNet, the first unit of each stage (revnet-public `revnet_model.py`). The shortcuts follow `resnet_model.py`:
         average pooling, symmetric zero channels, projections without norm.
     """
@@ -44,6 +46,7 @@ class ResidualPair(nn.Module):
         layout: UnitLayout = "basic",
         preactivate: bool = True,
         momentum: UnitInterval = 0.01,
+        padding: Padding = "symmetric",
     ):
         super().__init__()
         width, out_width = context.shape.width, context.width
@@ -57,7 +60,7 @@ class ResidualPair(nn.Module):
             )
         self.out_shape = Shape(out_width, tuple(side // stride for side in context.shape.size), "image")
         self.f = build_preactivated_unit(
-            width, out_width, layout=layout, stride=stride, preactivate=preactivate, momentum=momentum
+            width, out_width, layout=layout, stride=stride, preactivate=preactivate, momentum=momentum, padding=padding
         )
         self.g = build_preactivated_unit(out_width, out_width, layout=layout, momentum=momentum)
         self.shortcut1 = build_shortcut(width, out_width, stride, layout)
