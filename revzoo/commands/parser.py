@@ -12,6 +12,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 DTYPE_HELP = "number format of weights and streams (default: float32)"
 NAME_HELP = "a model, a spec file, the folder of a run or of a saved model, or hf-hub:OWNER/NAME"
 JSON_HELP = "print everything as JSON instead"
+FEW = 40  # classes up to which each has its row without being asked for: a screen
 
 
 class Parser(argparse.ArgumentParser):
