@@ -52,12 +52,14 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
     require_same(to_plain(recipe), find_differences)
     mesh = make_run_mesh(recipe, accelerator, begun=resumed)
     processes, own, progress = accelerator.num_processes, accelerator.process_index, Progress()
-    whole_batch = recipe.data.batch_size * processes
     if resumed:  # by any number of processes: they share the batches that the run began with
         progress = call_on_all(run_folder.read_progress)
         whole_batch = call_on_all(lambda: read_origin(run_folder)).batch_size
         spec_file = str(run_folder.path / "spec.yaml")  # the weights come from the state
         model_options = ModelOptions(spec_file, schedule=model_options.schedule, exact=model_options.exact)
+    else:
+        assert isinstance(recipe.data.batch_size, int)  # `settle_batch_size`
+        whole_batch = recipe.data.batch_size * processes
     batch_size = share_batch(whole_batch, processes, recipe)
     reseed(options.seed)
 
