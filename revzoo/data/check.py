@@ -16,10 +16,12 @@ from PIL import Image
 
 from revzoo.data.corpus import Texts
 from revzoo.data.image_folders import list_images, open_folders
+from revzoo.data.image_labels import natural_key
 from revzoo.data.options import SPLITS, TABLES
 from revzoo.data.stored_images import convert_image, make_printable
 from revzoo.data.text_tables import list_tables, read_columns, require_column
 from revzoo.errors import DataError, join_names
+from revzoo.format import count_noun
 
 _SPLITS = ("training", "validation")
 _READERS = 8  # threads: decoders let others run, and each holds a whole image
@@ -107,19 +109,22 @@ def check_data(root: Path, column: str, label: str, report: Callable[[str], obje
     else:
         try:
             opened = open_folders(root, "RGB", require_imagenet=False)
+            parts, notes = zip(_SPLITS, (opened.train, opened.test), strict=True), opened.notes
             files = [
-                (split, opened.class_names[label], file)
-                for split, images in zip(_SPLITS, (opened.train, opened.test), strict=True)
-                for label, file in zip(images.labels, images.files, strict=True)
+                (split, opened.class_names[k], file) for split, x in parts for k, file in zip(x.labels, x.files, strict=True)
             ]
-            notes = opened.notes
         except DataError as error:
             findings.append(Finding("structure", True, str(error), []))
             files = [(_SPLITS[0], file.parent.name, file) for file in list_images(root)]
         examples = [*_read_images(files, report)]
     noun, counts = "texts" if is_text else "images", Counter((e.label, e.split) for e in examples)
-    findings = sorted([*findings, *_find_problems(examples, noun)], key=lambda finding: not finding.is_serious)
-    classes = {label: {split: counts[label, split] for split in _SPLITS} for label in dict.fromkeys(e.label for e in examples)}
+    findings = sorted(
+        [*findings, *_find_problems(examples, noun.removesuffix("s"))], key=lambda finding: not finding.is_serious
+    )
+    classes = {
+        label: {split: counts[label, split] for split in _SPLITS}
+        for label in sorted({e.label for e in examples}, key=natural_key)
+    }
     sizes = sorted((e.size for e in examples if e.size), key=prod) or [()]
     modes = dict(Counter(e.mode for e in examples if e.mode).most_common())
     return DataCheck(noun, classes, [sizes[k] for k in (0, len(sizes) // 2, -1)], modes, findings, notes)
@@ -154,12 +159,13 @@ def _read_tables(files: list[Path], column: str, label: str) -> tuple[list[Examp
         require_column(str(file), table, column, "--column")
         if label not in table:
             notes.append(f"{file} has no column {label!r} (--label), so labels are not looked at")
-        pairs = [*enumerate(zip(table[column], table.get(label, table[column]), strict=True), 1)]
-        good = {row: [*map(str, pair)] for row, pair in pairs if all(str(v).strip() and v is not None for v in pair)}
-        for row in [row for row, _ in pairs if row not in good]:
-            examples.append(Example(split, "", f"{file}:{row}", problem="no text, or no label"))
-        texts, labels = zip(*good.values(), strict=True) if good else ((), ())
-        whole = Texts(str(file), [*good], [*texts], [*labels] if label in table else [""] * len(good))
+        labels = table.get(label, ["-"] * len(table[column]))
+        kinds = [isinstance(t, str) and isinstance(k, str | int) for t, k in zip(table[column], labels, strict=True)]
+        good = [i for i, fits in enumerate(kinds) if fits and table[column][i].strip() and str(labels[i]).strip()]
+        for i in sorted({*range(len(kinds))} - {*good}):
+            examples.append(Example(split, "", f"{file}:{i + 1}", problem="no text, or no label"))
+        known = [str(labels[i]) if label in table else "" for i in good]
+        whole = Texts(str(file), [i + 1 for i in good], [table[column][i] for i in good], known)
         for name, part in zip((split, _SPLITS[1]), whole.split() if len(files) == 1 else [whole], strict=False):
             for row, text, of_class in zip(part.rows, part.texts, part.labels or (), strict=True):
                 content = " ".join(text.split()).encode()
@@ -172,22 +178,21 @@ def _find_problems(examples: list[Example], noun: str) -> Iterator[Finding]:
     for example in examples:
         groups[example.content].append(example)
     broken = groups.pop(None, [])
-    reason = f"{noun} that cannot be used (the first: {broken[0].problem})" if broken else ""
+    reason = f"of no use (the first: {broken[0].problem})" if broken else ""
     equal = [group for group in groups.values() if len(group) > 1]
     mixed, leaks = ([g for g in equal if len({getattr(e, key) for e in g}) > 1] for key in ("label", "split"))
     rest = [g for g in equal if len({(e.label, e.split) for e in g}) == 1]
-    both = f"{noun} both for training and for validation, so that scores are too good"
     for kind, what, remedy, chosen in (
         ("unreadable", reason, "Correct or remove them", [[e] for e in broken]),
-        ("labels", f"{noun} with two labels", "Keep the right one of each", mixed),
-        ("leak", both, "Keep one of each", leaks),
-        ("repeated", f"{noun} that are there more than once", "Keep one of each", rest),
+        ("labels", "with two labels", "Keep the right one of each", mixed),
+        ("leak", "both for training and for validation, so that scores are too good", "Keep one of each", leaks),
+        ("repeated", "there more than once", "Keep one of each", rest),
     ):
         # Of equal examples a sentence names two, which differ in label or split if any do.
         pairs = [(g[0], next((e for e in g if (e.label, e.split) != (g[0].label, g[0].split)), g[-1])) for g in chosen]
         named = join_names([" = ".join(dict.fromkeys(e.name for e in pair)) for pair in pairs], most=_MOST)
         if chosen:
-            text, names = f"{len(chosen):,} {what}: {named}. {remedy}.", [[e.name for e in g] for g in chosen]
+            text, names = f"{count_noun(len(chosen), noun)} {what}: {named}. {remedy}.", [[e.name for e in g] for g in chosen]
             yield Finding(kind, kind != "repeated", text, names)
     counts = Counter(e.label for e in examples if e.split == _SPLITS[0] and e.label).most_common()
     if single := [name for name, count in counts if count == 1]:
@@ -196,6 +201,6 @@ def _find_problems(examples: list[Example], noun: str) -> Iterator[Finding]:
     if counts and counts[0][1] > _UNEVEN * counts[-1][1]:
         (most, many), (fewest, few) = counts[0], counts[-1]
         words = (
-            f"The classes are uneven: {many:,} {noun} of {most}, {few:,} of {fewest}. Consider train.class_weights=balanced."
+            f"The classes are uneven: {many:,} {noun}s of {most}, {few:,} of {fewest}. Consider train.class_weights=balanced."
         )
         yield Finding("uneven", False, words, [[most], [fewest]])
