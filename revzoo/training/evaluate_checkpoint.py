@@ -65,7 +65,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
         )
     if (tokenizer := checkpoint.parent / TOKENIZER).is_file():  # the run's own copy; an override follows it
         overrides = [_set("data.text.tokenizer", tokenizer), *overrides]
-    overrides = ["data.limit=null", *overrides]  # that of the training is not meant
+    overrides = ["data.limit=null", "mixup=null", *overrides]  # which training has
     with TemporaryDirectory() as folder:
         for name, key in (("spec.yaml", "revzoo.spec"), ("config.yaml", "revzoo.recipe")):
             (Path(folder) / name).write_text(texts[key], encoding="utf-8")
@@ -132,7 +132,7 @@ def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Score
     source = next((word for word in words if "=" not in word), DEFAULT_RECIPE)
     trained = [word for word in words if "=" in word]
     overrides = _require_data_overrides(overrides)
-    recipe = load_recipe(source, [*trained, *overrides])
+    recipe = load_recipe(source, [*trained, "mixup=null", *overrides])
     _refuse_ineffective(recipe, overrides)
     return _load_and_evaluate(recipe, name, pretrained=True), entry
 
