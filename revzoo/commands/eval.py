@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from revzoo.commands.parser import JSON_HELP, Parser, declare_import, require_png, require_writable, split_overrides
+from revzoo.commands.parser import FEW, JSON_HELP, Parser, declare_import, require_png, require_writable, split_overrides
 from revzoo.errors import InputError
 from revzoo.spec.names import model_files, require_checkpoint
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from revzoo.training.evaluation import Scores
 
 SUMMARY = "Evaluate a trained model, or weights that ship."
-_FEW = 40  # classes up to which each has its row without being asked for: a screen
 
 
 def declare(parser: Parser) -> None:
@@ -29,7 +28,7 @@ def declare(parser: Parser) -> None:
         help="the folder of a run, a checkpoint in it, or a model whose weights ship; and overrides such as data.root=DIR",
     )
     declare_import(parser)
-    parser.add_argument("--per-class", action="store_true", help=f"print a row for each class, even of more than {_FEW}")
+    parser.add_argument("--per-class", action="store_true", help=f"print a row for each class, even of more than {FEW}")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw the confusion matrix")
     parser.add_argument(
         "--errors", type=Path, metavar="FILE.csv", help="also list the examples guessed wrongly, the surest guess first"
@@ -118,7 +117,7 @@ def _report_classes(arguments: argparse.Namespace, classes: "ClassReport") -> No
         written.append(f"{arguments.errors}: {len(errors):,} of {len(classes.guesses):,} are guessed wrongly.")
     if arguments.json:
         return
-    if arguments.per_class or len(classes.class_names) <= _FEW:
+    if arguments.per_class or len(classes.class_names) <= FEW:
         from revzoo.display.console import print_renderable
         from revzoo.display.tables.classes import tabulate_classes
 

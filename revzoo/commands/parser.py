@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from revzoo.data.options import read_batch_range
 from revzoo.errors import InputError, UnknownNameError, did_you_mean
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 DTYPE_HELP = "number format of weights and streams (default: float32)"
 NAME_HELP = "a model, a spec file, the folder of a run or of a saved model, or hf-hub:OWNER/NAME"
 JSON_HELP = "print everything as JSON instead"
+FEW = 40  # classes up to which each has its row without being asked for: a screen
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,10 +68,10 @@ def batch_or_range(text: str) -> int | tuple[int, int]:
     """Return a batch size, or the lowest and highest of a range such as "auto:16-256"."""
     if not text.startswith("auto"):
         return positive_count(text)
-    low, _, high = text.removeprefix("auto:").partition("-")
-    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= 10**9):
+    low, high = read_batch_range(text) or (1, None)
+    if high is None:
         raise argparse.ArgumentTypeError(f"a range goes from low to high, such as auto:16-256. Received: {text!r}")
-    return int(low), int(high)
+    return low, high
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:

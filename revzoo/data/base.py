@@ -120,7 +120,7 @@ class Data:
             parts = f"{self.num_train:,} of {len(train):,} training and {self.num_test:,} of {len(test):,} test {train.noun}"
             self.notes.append(f"data.limit={options.limit}: {parts}, drawn by train.seed={seed}")
         self._examples, self._test_examples = train, test
-        self._sampler = EpochSampler(self.num_train, seed, options.batch_size, processes)
+        self._sampler = EpochSampler(self.num_train, seed, int(options.batch_size), processes)
         self.train = _make_loader(chosen, options, sampler=self._sampler, drop_last=True)
         self.test = _make_loader(tested, options)
 
@@ -202,7 +202,7 @@ def _make_loader(examples: Any, options: DataOptions, **order: Any) -> DataLoade
     collate: Callable[[Any], Any] = _keep_batch if hasattr(source, "__getitems__") else default_collate
     return DataLoader(
         examples,
-        batch_size=options.batch_size,
+        batch_size=int(options.batch_size),
         num_workers=options.num_workers,
         collate_fn=collate,
         pin_memory=torch.cuda.is_available(),

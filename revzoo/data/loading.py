@@ -24,6 +24,8 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     """
     train: Examples
     test: Examples
+    if isinstance(options.batch_size, str):
+        raise DataError(f"Only training chooses a batch size. Received: data.batch_size={options.batch_size}. Give a number.")
     if not is_own(options.name):
         _require_fitting_input(options.name, input)
         root = options.root or ""

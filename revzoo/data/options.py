@@ -102,6 +102,18 @@ class ImageOptions:
     label: str = "label"
 
 
+BATCH_RANGE = "auto, or auto:LOW-HIGH such as auto:16-256"
+
+
+def read_batch_range(text: str) -> tuple[int, int | None] | None:
+    """Return the lowest and the highest batch size of "auto:16-256", or 1 and None for "auto"; None for any other text."""
+    match = re.fullmatch(r"auto(?::([1-9]\d{0,8})-([1-9]\d{0,8}))?", text)
+    if match is None or match[1] is None:
+        return match and (1, None)
+    return (int(match[1]), int(match[2])) if int(match[1]) <= int(match[2]) else None
+
+
+BatchRange = Annotated[str, Bound(BATCH_RANGE, read_batch_range)]
 OwnData = Annotated[
     str, Bound("a function of your own, package.module:function", lambda name: re.fullmatch(r"[\w.]+:\w+", name))
 ]
@@ -118,7 +130,8 @@ class DataOptions:
 
     Args:
         name: the data set, or the kind of files in `root`, or package.module:function, which returns your own.
-        batch_size: examples per batch and process.
+        batch_size: examples per batch and process; auto: with `memory.budget` the fastest within it, else the largest whose
+            step fits nine tenths of what is free, with ten updates in an epoch; auto:LOW-HIGH: likewise, within a range.
         root: folder or file of the data; None: digits come with scikit-learn, and texts are Python's own documentation.
         limit: take this many examples, drawn by `train.seed`, of those for training, and at most as many of those for testing;
             None: all. `revzoo eval` takes all test examples anyway.
@@ -148,7 +161,7 @@ class DataOptions:
         ]
         | OwnData
     )
-    batch_size: PositiveInt
+    batch_size: PositiveInt | BatchRange
     root: str | None = None
     limit: PositiveInt | None = None
     unreadable: Literal["skip", "stop"] = "skip"

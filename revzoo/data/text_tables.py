@@ -33,15 +33,18 @@ def read_texts(root: Path, column: str, label: str | None) -> tuple[Texts, Texts
     Raises:
         DataError: something is missing, empty or unreadable.
     """
-    if not root.is_dir():
-        return read_table(root, column, label).split()
-    train, validation = (_find_split(root, split) for split in SPLITS)
-    return read_table(train, column, label), read_table(validation, column, label)
+    train, *others = (read_table(file, column, label) for file in list_tables(root))
+    return (train, others[0]) if others else train.split()
+
+
+def list_tables(root: Path) -> list[Path]:
+    """Return the table for training and that for validation, or one file for both; errors as in `read_texts`."""
+    return [_find_split(root, split) for split in SPLITS] if root.is_dir() else [root]
 
 
 def read_table(file: Path, column: str, label: str | None) -> Texts:
     """Return the texts of one table; arguments and errors as in `read_texts`."""
-    table = _read_columns(file)
+    table = read_columns(file)
     if not any(table.values()):
         raise DataError(f"{file} has no rows. Add some below the names of the columns.")
     return check_columns(str(file), table, column, label)
@@ -105,7 +108,8 @@ def _find_split(root: Path, split: str) -> Path:
     )
 
 
-def _read_columns(file: Path) -> dict[str, list[Any]]:
+def read_columns(file: Path) -> dict[str, list[Any]]:
+    """Return the columns of a table by their names; errors as in `read_texts`."""
     if not file.exists():
         raise DataError(f"There is no file or folder {file}.{find_beside(str(file))} Set data.root to where the texts are.")
     suffix = file.suffix.lower()

@@ -8,14 +8,15 @@ batches share the constant part until what they keep no longer fits, and then re
 Source: problem 8 of "An Efficient Training Framework for Reversible Neural Architectures" (Jiang et al. 2020).
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
 from revzoo.analysis.dry_run import LossFunction, memory_errors
 from revzoo.errors import BudgetError, InputError
-from revzoo.format import format_bytes, format_seconds
+from revzoo.format import format_seconds
 from revzoo.model.model import Model
 from revzoo.planning.budget import count_model_bytes, parse_budget
 from revzoo.planning.comparison import evaluate_uniform_schedules
@@ -25,6 +26,7 @@ from revzoo.planning.profiling.timing import measure_step_seconds
 from revzoo.planning.solvers import Solver
 from revzoo.runtime.lookahead import LookaheadOption
 
+T = TypeVar("T")
 _PARTS = 32  # of the range: sizes that are nearer to each other are not told apart
 
 
@@ -118,24 +120,42 @@ def find_best_batch(
         )
     limit = parse_budget(budget, next(model.parameters()).device, count_model_bytes(model))
 
-    def look_at(size: int) -> tuple[BatchRow, Plan]:
+    def look_at(size: int) -> tuple[float, tuple[BatchRow, Plan]]:
         with memory_errors():
             batch = model.example_input(size)
             profile, plan = profile_and_plan(
                 model, batch, limit, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead
             )
-            seconds = measure_step_seconds(model, batch, plan.schedule, loss, plan.lookahead).seconds
+            seconds, spread = measure_step_seconds(model, batch, plan.schedule, loss, plan.lookahead)
         points = evaluate_uniform_schedules(model, profile)
         stored, inverted = (
             points[name]["seconds"] if name in points and points[name]["peak_bytes"] <= limit else None
             for name in ("all stored", "all inverted")
         )
-        return BatchRow(size, seconds, stored, inverted, plan.peak_bytes, plan.schedule), plan
+        if list(plan.schedule) == profile.memory.all_stored:  # such a plan is made without timing anything
+            stored, plan = seconds, replace(plan, seconds=seconds, spread=spread)
+        return seconds, (BatchRow(size, seconds, stored, inverted, plan.peak_bytes, plan.schedule), plan)
 
+    found = search_sizes(look_at, low, high)
+    best = find_fastest(found)
+    seconds, (_, plan) = found[best]
+    return BatchPlan(best, plan, seconds, tuple(found[size][1][0] for size in sorted(found)))
+
+
+def search_sizes(look_at: Callable[[int], tuple[float, T]], low: int, high: int) -> dict[int, tuple[float, T]]:
+    """Look for the batch size from `low` to `high` with most samples per second.
+
+    Args:
+        look_at: returns the seconds of a step with this many samples, and anything else.
+        low, high: the range.
+    Raises:
+        BudgetError: not even the smallest batch fits the budget, or it cannot be run on the device.
+    Returns: what `look_at` has returned for the sizes that it was asked for and that fit; the fastest is among them.
+    """
     try:
         found = {low: look_at(low)}
     except MemoryError as error:
-        raise BudgetError(f"A batch of {low} cannot be run within {format_bytes(limit)} on this device.") from error
+        raise BudgetError(f"A batch of {low} cannot be run on this device.") from error
     best, distance, too_large = low, high - low, high + 1
     while distance:
         for size in (best + distance, best - distance):
@@ -145,7 +165,11 @@ def find_best_batch(
                 found[size] = look_at(size)
             except (MemoryError, BudgetError):  # fragments come on top of what is counted, and on a CPU kernel workspaces
                 too_large = size
-        best = max(found, key=lambda size: size / found[size][0].planned)
+        best = find_fastest(found)
         distance = -(-distance // 2) if distance > max(1, (high - low) // _PARTS) else 0
-    row, plan = found[best]
-    return BatchPlan(best, plan, row.planned, tuple(found[size][0] for size in sorted(found)))
+    return found
+
+
+def find_fastest(found: Mapping[int, tuple[float, Any]]) -> int:
+    """Return the batch size with most samples per second."""
+    return max(found, key=lambda size: size / found[size][0])

@@ -31,7 +31,8 @@ class Plan:
         peak_bytes: peak of all memory together, as `revzoo.measure_memory` counts it, and on a CUDA device the workspaces of
             kernels.
         budget_bytes: limit that the peak had to stay within.
-        seconds: of one forward and backward; None where nothing was run. On a CPU those of the calling thread.
+        seconds: of one forward and backward; None where nothing was run, as where everything can be stored. On a CPU those of
+            the calling thread.
         spread: by how much of themselves the seconds differ if they are measured again: the standard error.
         extra_flops: of one forward and backward, beyond those of storing everything.
         min_peak_bytes: the smallest peak that any schedule has.
@@ -106,16 +107,14 @@ class Plan:
     def __str__(self) -> str:
         counts = Counter(self.schedule)
         modes = ", ".join(f"{counts[mode]} {mode}" for mode in MODES if counts[mode])
-        work = (
-            f"{self.extra_flops:.2e} FLOPs more than storing"
-            if self.seconds is None
-            else f"{format_seconds(self.seconds)}{format_spread(self.spread)} a training step"
-        )
+        work = f"; {self.extra_flops:.2e} FLOPs more than storing" if self.extra_flops else ""
+        if self.seconds is not None:
+            work = f"; {format_seconds(self.seconds)}{format_spread(self.spread)} a training step"
         lines = [
             f"{self.setting.model}, {self.setting.describe()}",
             f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
             f"(all stored {format_bytes(self.no_recompute_peak_bytes)}, at least {format_bytes(self.min_peak_bytes)})",
-            f"{modes}{', with look-ahead' * self.lookahead}; {work}",
+            f"{modes}{', with look-ahead' * self.lookahead}{work}",
             *self.notes,
         ]
         return "\n".join(lines)

@@ -75,7 +75,8 @@ def profile_and_plan(
         planned = least
     smallest = planned.min_peak_bytes if least is None else least.peak_bytes
     planned = replace(planned, min_peak_bytes=min(smallest, planned.peak_bytes))
-    if (lookahead or measured.timing is None) and not any(p.is_meta for p in model.parameters()):
+    stores_all = list(planned.schedule) == measured.memory.all_stored  # then there is nothing to recover ahead, nor to weigh
+    if (lookahead or measured.timing is None) and not stores_all and not any(p.is_meta for p in model.parameters()):
         planned = _time_step(model, batch, planned, loss)
     return measured, planned
 

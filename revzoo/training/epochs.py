@@ -225,6 +225,8 @@ def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:
     log_record(run.accelerator, record)
     for file in (run.folder.last, run.folder.best) if improved else (run.folder.last,):
         _save_weights(run, file, metadata)
+    if improved and run.recipe.coupling is not None:  # the folder is a model with the best weights
+        call_on_main(run.accelerator, lambda: run.folder.write({"spec.yaml": run.evaluated.spec.to_yaml()}))
 
 
 def _save_weights(run: Run, file: Path, metadata: dict[str, str]) -> None:

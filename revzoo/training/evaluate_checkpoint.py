@@ -67,7 +67,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = (), *, by_class: 
         )
     if (tokenizer := checkpoint.parent / TOKENIZER).is_file():  # the run's own copy; an override follows it
         overrides = [_set("data.text.tokenizer", tokenizer), *overrides]
-    overrides = ["data.limit=null", *overrides]  # that of the training is not meant
+    overrides = ["data.limit=null", "mixup=null", *overrides]  # which training has
     with TemporaryDirectory() as folder:
         for name, key in (("spec.yaml", "revzoo.spec"), ("config.yaml", "revzoo.recipe")):
             (Path(folder) / name).write_text(texts[key], encoding="utf-8")
@@ -135,7 +135,7 @@ def evaluate_pretrained(name: str, overrides: Iterable[str] = (), *, by_class: b
     source = next((word for word in words if "=" not in word), DEFAULT_RECIPE)
     trained = [word for word in words if "=" in word]
     overrides = _require_data_overrides(overrides)
-    recipe = load_recipe(source, [*trained, *overrides])
+    recipe = load_recipe(source, [*trained, "mixup=null", *overrides])
     _refuse_ineffective(recipe, overrides)
     return _load_and_evaluate(recipe, name, by_class, pretrained=True), entry
 

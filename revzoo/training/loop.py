@@ -26,6 +26,7 @@ from revzoo.format import count_noun
 from revzoo.planning.plan import Plan
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import find_differences
+from revzoo.training.batch_size import settle_batch_size
 from revzoo.training.epochs import Summary, train_epochs
 from revzoo.training.gradient_check import describe_gradients
 from revzoo.training.interrupt import Interrupted
@@ -125,12 +126,16 @@ def _was_begun(recipe: Recipe, out: Path) -> bool:
     if not count_restarts() or not RunFolder(out).is_begun():
         return False
     changes = find_differences(to_plain(follow_launcher(load_recipe(out))), to_plain(recipe))
-    return all(path.startswith(("data.augment.", "data.text.tokenizer")) for path in changes)  # which weights may have set
+    own = ("data.augment.", "data.text.tokenizer", *(["data.batch_size"] * isinstance(recipe.data.batch_size, str)))
+    return all(path.startswith(own) for path in changes)  # which weights may have set, or the search for a batch size
 
 
 def _build_run(recipe: Recipe, folder: Path, accelerator: Accelerator, *, resumed: bool = False) -> Run:
-    with show_status("loading data and model", shown=accelerator.is_main_process):
-        return build_run(recipe, folder, accelerator, resumed=resumed)
+    with show_status("loading data and model", shown=accelerator.is_main_process) as report:
+        recipe, notes = (recipe, []) if resumed else settle_batch_size(recipe, accelerator, report)
+        run = build_run(recipe, folder, accelerator, resumed=resumed)
+    run.notes += notes
+    return run
 
 
 def _apply_plan(run: Run, *, anew: bool) -> Plan | None:

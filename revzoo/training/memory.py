@@ -29,14 +29,14 @@ def describe_memory(run: Run) -> str:
     reports, _ = step.measure_modes((AS_IT_IS, Mode.STORE))
     peak = reports[AS_IT_IS].peak_bytes
     require_fit(
-        partial(_count, run),
+        partial(count_step, run),
         run.batch_size,
         run.accelerator.device,
         _name_batch(run),
         taken=peak,
         present_bytes=step.present_bytes,
         sharing=count_sharing(run),
-        multiple=_find_multiple(run),
+        multiple=find_multiple(run),
         others=partial(_suggest_budget, run),
     )
     stored = reports.get(Mode.STORE, reports[AS_IT_IS]).peak_bytes
@@ -65,11 +65,11 @@ def explain_lack_of_memory(run: Run) -> Iterator[None]:
 
 def _explain(run: Run, received: str) -> str:
     device, size = run.accelerator.device, run.batch_size
-    taken = _count(run, size)
+    taken = count_step(run, size)
     limit = parse_budget("auto", device, WholeStep(run).present_bytes, sharing=count_sharing(run))
     limit = min(limit, taken * 9 // 10)
     words, others = f"memory ran out ({received})", _suggest_budget(run, limit)
-    return explain_shortage(partial(_count, run), size, _name_batch(run), limit, words, others, taken, _find_multiple(run))
+    return explain_shortage(partial(count_step, run), size, _name_batch(run), limit, words, others, taken, find_multiple(run))
 
 
 def _name_batch(run: Run) -> str:
@@ -77,11 +77,12 @@ def _name_batch(run: Run) -> str:
     return "a new run with data.batch_size=" if run.folder.list_states() else "data.batch_size="
 
 
-def _find_multiple(run: Run) -> int:
+def find_multiple(run: Run) -> int:
+    """Return of what the size of a batch is a multiple."""
     return 2 if run.recipe.mixup else 1  # which takes pairs
 
 
-def _count(run: Run, size: int) -> int:
+def count_step(run: Run, size: int) -> int:
     """Return the bytes of a step with the run's schedule and another batch size."""
     return WholeStep(run, size).measure_modes((AS_IT_IS,))[0][AS_IT_IS].peak_bytes
 

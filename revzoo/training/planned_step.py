@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from revzoo.analysis.autocast import leave_autocast
-from revzoo.analysis.dry_run import accumulated_gradients, updates_in_backward
+from revzoo.analysis.dry_run import accumulated_gradients, memory_errors, updates_in_backward
 from revzoo.analysis.optimizer_step import copy_optimizer, count_optimizer, count_updates_apart
 from revzoo.analysis.report import MemoryReport
 from revzoo.analysis.step_memory import measure_modes
@@ -126,6 +126,13 @@ class WholeStep(PlannedStep):
                 update_bytes=taken.update,
                 lookahead=plan.lookahead,
             )
+
+    def measure_seconds(self, plan: Plan) -> float:
+        """Return the seconds of a forward and backward with a plan's schedule. Raises MemoryError."""
+        from revzoo.planning.profiling.timing import measure_step_seconds
+
+        with self._treat_gradients(), memory_errors():
+            return measure_step_seconds(self._run.model, self._batch, plan.schedule, self._loss, plan.lookahead).seconds
 
     def measure_modes(self, modes: Sequence[str] = MODES) -> tuple[dict[str, MemoryReport], str | None]:
         """Return the memory of the step in these modes, and the network's present mode; None if its schedule mixes modes."""

@@ -60,16 +60,13 @@ def find_ineffective_settings(recipe: Recipe) -> list[str]:
         ("schedule", recipe.schedule.sched): decay,
         ("model", "memory.budget"): set() if recipe.memory.budget is None else {"schedule"},
     }
-    lines = [
+    return [
         f"{section}.{f.name} has no effect with {choice}"
         for (section, choice), names in ruled_out.items()
         for options in [attrgetter(section)(recipe)]
         for f in fields(options)
         if f.name in names and getattr(options, f.name) != f.default
     ]
-    if recipe.schedule.warmup_epochs >= recipe.train.epochs:
-        lines.append(f"schedule.warmup_epochs={recipe.schedule.warmup_epochs} lasts all of train.epochs={recipe.train.epochs}")
-    return lines
 
 
 def _find_unread(name: str) -> set[str]:

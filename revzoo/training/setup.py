@@ -14,11 +14,12 @@ from revzoo.data.random import reseed
 from revzoo.display.progress import TrainingDisplay
 from revzoo.errors import InputError, join_names
 from revzoo.model.model import Model
+from revzoo.spec.edit import with_coupling
 from revzoo.spec.names import BYTES, TOKENIZER
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import TextInput
 from revzoo.spec.tree import find_differences
-from revzoo.training.coupling_schedule import make_coupling_schedule
+from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
 from revzoo.training.loss import make_loss
 from revzoo.training.make_network import load_model_spec, make_network
 from revzoo.training.optimizer import make_recipe_optimizer, make_scheduler
@@ -52,17 +53,21 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
     require_same(to_plain(recipe), find_differences)
     mesh = make_run_mesh(recipe, accelerator, begun=resumed)
     processes, own, progress = accelerator.num_processes, accelerator.process_index, Progress()
-    whole_batch = recipe.data.batch_size * processes
     if resumed:  # by any number of processes: they share the batches that the run began with
         progress = call_on_all(run_folder.read_progress)
         whole_batch = call_on_all(lambda: read_origin(run_folder)).batch_size
         spec_file = str(run_folder.path / "spec.yaml")  # the weights come from the state
         model_options = ModelOptions(spec_file, schedule=model_options.schedule, exact=model_options.exact)
+    else:
+        assert isinstance(recipe.data.batch_size, int)  # `settle_batch_size`
+        whole_batch = recipe.data.batch_size * processes
     batch_size = share_batch(whole_batch, processes, recipe)
     reseed(options.seed)
 
     # The spec says what is read of the data, and the data how many outputs the model needs.
     spec, is_open = call_on_all(lambda: load_model_spec(model_options))
+    if resumed and recipe.coupling is not None:  # the folder's spec has the coupling of the best weights
+        spec = with_coupling(spec, CouplingSchedule(recipe.coupling, 1, []).at(0))
     if recipe.mixup is not None and isinstance(spec.input, TextInput):  # data of a function may be either
         raise recipe.error("mixup", str(recipe.mixup), "null, for texts: ids cannot be mixed")
     prepared_as: list[str] = []
@@ -88,8 +93,10 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
     updates = options.count_updates(updates_per_epoch)
     epochs = math.ceil(updates / updates_per_epoch)
     batches = min(options.epochs * len(data.train), updates * options.accumulate)
-    if options.max_updates is not None and recipe.schedule.warmup_epochs * updates_per_epoch >= updates:
-        notes.append(f"schedule.warmup_epochs={recipe.schedule.warmup_epochs} lasts all of the {updates} updates")
+    warmup, short = recipe.schedule.warmup_epochs, updates // (10 * updates_per_epoch)
+    if (rising := min(warmup * updates_per_epoch, updates)) > updates / 2:
+        part = f"schedule.warmup_epochs={warmup} lasts {rising} of the {updates} updates, which learn little"
+        notes.append(f"{part}: in a run this short use schedule.warmup_epochs={short}")
     coupling = make_coupling_schedule(recipe, model, updates)
     if coupling is not None:  # the spec that is saved has the coupling of the first update
         coupling.apply(0, model)

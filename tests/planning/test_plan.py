@@ -56,6 +56,15 @@ def test_more_budget_is_never_slower_and_never_over(profile, tiny, x):
         assert revzoo.measure_memory(tiny, x).peak_bytes == plan.peak_bytes
 
 
+def test_where_everything_can_be_stored_nothing_is_timed(profile, tiny, x):
+    """With one byte less, schedules have to be timed."""
+    stored = revzoo.solve(profile, "8GiB").peak_bytes
+    ample, tight = (revzoo.plan(tiny, x, budget, lookahead=1) for budget in (stored, stored - 1))
+    assert (set(ample.schedule), ample.peak_bytes, ample.seconds) == ({"store"}, stored, None)
+    assert set(tight.schedule) > {"store"}
+    assert tight.seconds > 0
+
+
 def test_a_plan_tells_how_far_from_the_fastest_it_may_be(profile, middle, monkeypatch):
     assert not any("could be saved" in note for note in middle.notes)
     monkeypatch.setattr(timeline, "_MANY", 1)

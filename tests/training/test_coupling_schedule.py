@@ -70,6 +70,8 @@ def test_a_moving_coupling_is_trained_saved_and_resumed(folder, tmp_path):
     for name in ("last.safetensors", "best.safetensors"):
         facts = read_metadata(tmp_path / "whole" / name)
         assert f"kept_bits: {records[int(facts['revzoo.epoch']) - 1]['kept_bits']}" in facts["revzoo.spec"]
+    best = next(record["kept_bits"] for record in records if record["top1"] == max(each["top1"] for each in records))
+    assert revzoo.create(tmp_path / "whole").coupling.kept_bits == best
     saved = load_file(tmp_path / "whole" / "last.safetensors")
     assert all(torch.equal(saved[f"stem.{key}"], tensor) for key, tensor in stem.items())
     with interrupted(3):

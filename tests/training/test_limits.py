@@ -62,10 +62,10 @@ def test_a_limit_takes_the_same_examples_everywhere():
 
 
 def test_a_run_on_part_of_the_data_is_evaluated_on_all(tmp_path):
-    recipe = make_recipe("data.limit=40", "data.batch_size=8", "train.epochs=1")
+    recipe = make_recipe("data.limit=40", "data.batch_size=8", "train.epochs=1", "mixup={mixup_alpha: 0.8}")
     train(recipe, tmp_path / "run")
     assert evaluate_checkpoint(tmp_path / "run").count == 355
-    assert evaluate_checkpoint(tmp_path / "run", ["data.limit=40"]).count == 40
+    assert evaluate_checkpoint(tmp_path / "run", ["data.limit=40", "data.batch_size=33"]).count == 40  # pairs are for mixup
     shutil.rmtree(tmp_path / "run/state/00001-0000000")
     resume(tmp_path / "run")
     with pytest.raises(InputError, match="cannot change data.limit"):
@@ -82,10 +82,21 @@ def test_a_smoke_run_leaves_nothing(tmp_path, monkeypatch, capsys):
     assert not [*(tmp_path / "temporary").iterdir()]
 
 
-def test_a_warm_up_longer_than_the_run_is_said(tmp_path):
-    recipe = make_recipe("train.max_updates=3", "schedule.sched=linear")
-    run = build_run(recipe, tmp_path, Accelerator(), resumed=False)
-    assert "schedule.warmup_epochs=1 lasts all of the 3 updates" in run.notes
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        (
+            ["train.max_updates=3", "schedule.sched=linear"],
+            "warmup_epochs=1 lasts 3 of the 3 updates, which learn little",
+        ),
+        (["train.epochs=12", "schedule.warmup_epochs=7"], "in a run this short use schedule.warmup_epochs=1"),
+        (["train.epochs=2", "schedule.warmup_epochs=1"], None),
+    ],
+)
+def test_a_warm_up_of_most_of_the_run_is_said(tmp_path, overrides, note):
+    run = build_run(make_recipe(*overrides), tmp_path, Accelerator(), resumed=False)
+    said = [each for each in run.notes if "warmup" in each]
+    assert said == [] if note is None else note in said[0]
 
 
 def test_a_run_goes_on_without_images_that_cannot_be_read(image_folder, tmp_path, capsys):

@@ -172,14 +172,12 @@ def test_settings_without_effect_are_named():
         "data.root=/images",
         "data.augment.hflip=0.1",
         "schedule.sched=constant",
-        "schedule.warmup_epochs=2",
     ]
     assert find_ineffective_settings(make_recipe(*idle)) == [
         "data.root has no effect with digits",
         "data.augment has no effect with digits",
         "optimizer.momentum has no effect with adamw",
         "schedule.min_lr has no effect with constant",
-        "schedule.warmup_epochs=2 lasts all of train.epochs=2",
     ]
     assert find_ineffective_settings(make_recipe("optimizer.opt=lion", "optimizer.fused=true")) == [
         "optimizer.fused has no effect with lion"

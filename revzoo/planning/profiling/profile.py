@@ -17,8 +17,9 @@ from revzoo.planning.profiling.inversion_limit import measure_inversion_limit, p
 from revzoo.planning.profiling.timing import Timing, measure_timing, measure_workspace, price_by_time
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.planning.solvers.problem import Problem, reprice
-from revzoo.planning.solvers.schedule_totals import cost
+from revzoo.planning.solvers.schedule_totals import cost, peak
 from revzoo.planning.solvers.timeline import minimize_peak
+from revzoo.runtime.mode import Mode
 
 # What a device computes in float32 while it moves a byte: about 14 on an H200 (67 TFLOP/s, 4.8 TB/s).
 
@@ -35,7 +36,8 @@ class Profile:
         other_bytes: optimizer state, and whatever else was given as alive during the whole training step.
         notes: remarks for the reader, such as why nothing was run.
         update_bytes: what the optimizer's update takes, besides gradients and all of the above.
-        workspace_bytes: of a CUDA device's kernels, at the smallest peak. They are part of the problem's fixed bytes.
+        workspace_bytes: of a CUDA device's kernels, at the smallest peak, or with everything stored. They are part of the
+            problem's fixed bytes.
     """
 
     memory: Problem
@@ -81,7 +83,8 @@ def profile(
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         run: False measures no seconds. Whether steps can be inverted is still checked, on a few examples.
         other_bytes: other memory that is alive during the whole training step, such as averaged weights.
-        budget: no training step that takes more is timed, as for `revzoo.solve`; None is what is free.
+        budget: no training step that takes more is timed, as for `revzoo.solve`; None is what is free. Where everything can be
+            stored within it, there is nothing to decide, and nothing is timed.
     Raises:
         InputError: not such a model, or one that processes divide; an unusable batch, no parameter with a gradient, an
             optimizer of other parameters, or no such budget.
@@ -92,42 +95,56 @@ def profile(
     other_bytes += taken.state
     counted = count(model, batch, loss, other_bytes, update_bytes=taken.update)
     memory = replace(counted, max_invert_run=predict_inversion_limit(model))
-    notes, timing, workspace = [], None, 0
+    notes, timing, workspace = list[str](), None, 0
+    limit = None if budget is None else parse_budget(budget, next(model.parameters()).device, count_model_bytes(model))
+    left = -1 if limit is None else limit - peak(memory, memory.all_stored)  # with everything stored; below 0, it does not fit
     if any(p.is_meta for p in model.parameters()):
         notes.append(
             "On the meta device nothing is run: costs are counted FLOPs and bytes, and rounding errors are not checked."
         )
     else:
-        try:
-            with memory_errors():
-                memory = replace(memory, max_invert_run=measure_inversion_limit(model, batch))
-        except MemoryError:
-            memory = replace(memory, max_invert_run=0)
-            notes.append("Checking which steps can be inverted ran out of memory, so no step is inverted.")
-        if memory.max_invert_run:
-            notes.append(
-                f"At most {memory.max_invert_run} steps in a row are inverted: longer runs would lose too much precision."
-            )
-        if run:
-            allowance = _find_allowance(model, budget)
-            workspace, more = _measure_workspace(model, batch, memory, loss)
-            memory = replace(memory, fixed_bytes=memory.fixed_bytes + workspace)
-            notes += more
-            try:
-                with memory_errors():
-                    timing = measure_timing(model, batch, memory, allowance, loss)
-            except MemoryError:
-                notes.append("No step with stored units fits the memory: costs are counted FLOPs and bytes instead of seconds.")
+        if run and left >= 0:
+            workspace, notes = _measure_workspace(model, batch, memory, memory.all_stored, loss)
+        if left < workspace:
+            memory, timing, workspace, notes = _run(model, batch, memory, loss, limit, run=run)
+        memory = replace(memory, fixed_bytes=memory.fixed_bytes + workspace)
     setting, model_bytes = read_setting(model, batch), count_model_bytes(model)
     return Profile(memory, timing, setting, model_bytes, other_bytes, tuple(notes), taken.update, workspace)
 
 
-def _measure_workspace(model: nn.Module, batch: Any, memory: Problem, loss: LossFunction | None) -> tuple[int, list[str]]:
-    """Return what kernels take at the smallest peak besides what is counted, and notes about it."""
-    problem = replace(memory, update_bytes=0)  # no update is run
-    smallest, modes = minimize_peak(problem)
+def _run(
+    model: nn.Module, batch: Any, memory: Problem, loss: LossFunction | None, limit: int | None, *, run: bool
+) -> tuple[Problem, Timing | None, int, list[str]]:
+    """Return the problem with the runs of steps that can be inverted, seconds, the bytes of kernels' workspaces, and notes."""
+    notes, timing, workspace = list[str](), None, 0
     try:
-        workspace = measure_workspace(model, batch, modes, smallest - problem.fixed_bytes, loss)
+        with memory_errors():
+            memory = replace(memory, max_invert_run=measure_inversion_limit(model, batch))
+    except MemoryError:
+        memory = replace(memory, max_invert_run=0)
+        notes.append("Checking which steps can be inverted ran out of memory, so no step is inverted.")
+    if memory.max_invert_run:
+        notes.append(f"At most {memory.max_invert_run} steps in a row are inverted: longer runs would lose too much precision.")
+    if run:
+        allowance, smallest = _find_allowance(model, limit), minimize_peak(replace(memory, update_bytes=0))[1]
+        workspace, more = _measure_workspace(model, batch, memory, smallest, loss)
+        notes += more
+        measured = replace(memory, fixed_bytes=memory.fixed_bytes + workspace)
+        try:
+            with memory_errors():
+                timing = measure_timing(model, batch, measured, allowance, loss)
+        except MemoryError:
+            notes.append("No step with stored units fits the memory: costs are counted FLOPs and bytes instead of seconds.")
+    return memory, timing, workspace, notes
+
+
+def _measure_workspace(
+    model: nn.Module, batch: Any, memory: Problem, modes: Sequence[Mode], loss: LossFunction | None
+) -> tuple[int, list[str]]:
+    """Return what kernels take besides what is counted, with a schedule, and notes about it."""
+    problem = replace(memory, update_bytes=0)  # no update is run
+    try:
+        workspace = measure_workspace(model, batch, modes, peak(problem, modes) - problem.fixed_bytes, loss)
     except MemoryError:
         return 0, ["What kernels take besides what is counted is not known: no training step fits the memory."]
     if not workspace:
@@ -135,11 +152,11 @@ def _measure_workspace(model: nn.Module, batch: Any, memory: Problem, loss: Loss
     return workspace, [f"{format_bytes(workspace)} of every peak are workspaces of kernels on this device, as measured."]
 
 
-def _find_allowance(model: nn.Module, budget: str | int | None) -> int:
+def _find_allowance(model: nn.Module, limit: int | None) -> int:
     """Return what a training step that is timed may take: no more than the budget, nor than is free."""
-    device, model_bytes = next(model.parameters()).device, count_model_bytes(model)
-    free = free_bytes(device) + model_bytes if device.type in ("cpu", "cuda") else 2**62
-    return free if budget is None else min(free, parse_budget(budget, device, model_bytes))
+    device = next(model.parameters()).device
+    free = free_bytes(device) + count_model_bytes(model) if device.type in ("cpu", "cuda") else 2**62
+    return free if limit is None else min(free, limit)
 
 
 def price_by_work(memory: Problem) -> Problem:
