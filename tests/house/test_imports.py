@@ -31,6 +31,7 @@ LAYERS = [
     ("graph",),
     ("any_plan",),
     ("conversion", "in_place", "training"),
+    ("on_card",),
     ("timm", "commands"),
 ]
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
