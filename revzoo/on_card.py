@@ -21,7 +21,7 @@ from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.optimizer_step import OptimizerBytes, count_optimizer
 from revzoo.analysis.report import MemoryReport
 from revzoo.analysis.step_memory import run_and_measure
-from revzoo.errors import BudgetError, InputError, RevzooError
+from revzoo.errors import BudgetError, ConversionError, InputError, RevzooError
 from revzoo.graph.module_planner import plan_module
 from revzoo.graph.progress import Report, keep_silent
 from revzoo.in_place.block_lists import choose_chains, find_lists
@@ -52,7 +52,7 @@ def fits(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     vary_length: bool = False,
-    report: Report = keep_silent,
+    report: Report | None = None,
 ) -> Fits:
     """Return what a training step takes stored, checkpointed, planned and reversible in place, and what fits a card.
 
@@ -66,11 +66,12 @@ def fits(
         loss: computes the loss from what the model returns; None is cross-entropy of its logits, where it returns an object
             that has some or a row of numbers for each example, and otherwise a sum.
         vary_length: look for the longest text instead of the largest batch.
-        report: is told now and then what is being done, for a status line.
+        report: is told now and then what is being done, for a status line; None tells nobody.
     Raises:
         InputError: a model, batch, optimizer or card that cannot be used, or a step that cannot be counted without values.
     """
     require_module(model)
+    report = report or keep_silent
     card_bytes = _read_card() if card is None else parse_card(card)
     taken, dim = count_optimizer(model, optimizer), int(vary_length)
     size = next((t.shape[dim] for t in require_batch(batch) if t.dim() > dim), 0)
@@ -78,14 +79,16 @@ def fits(
         raise InputError("A batch of texts has a tensor of two dimensions: texts and tokens. Received: none.")
     most = min(_MOST, getattr(getattr(model, "config", None), "max_position_embeddings", _MOST)) if vary_length else _MOST
     answer = Fits(type(model).__name__, size, ("batch", "tokens")[dim], card_bytes, 0, ())
-    count = _Count(model, batch, dim, size, most, answer.limit_bytes, optimizer, taken, loss or _compute_usual_loss)
+    count = _Count(model, batch, dim, size, most, answer.limit_bytes, optimizer, taken, loss or compute_usual_loss)
     report("counting a step that stores everything")
     own = isinstance(model, PlannableModel)
-    first = _in_mode(model, Mode.STORE) if own else nullcontext()
-    with first:
-        memory, flops = count.run(size)
+    with _in_mode(model, Mode.STORE) if own else nullcontext():
+        try:
+            memory, flops = count.run(size)
+        except Exception as error:  # a network may raise anything where its tensors have no values
+            raise InputError(f"A step of {type(model).__name__} cannot be counted: {_describe_problem(error)}.") from error
         stored = count.describe("stored", memory, 1.0)
-    ways: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {"checkpointed": _checkpointed}
+    ways: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {"checkpointed": checkpointed}
     if own:
         ways = {"checkpointed": lambda model: _in_mode(model, Mode.RECOMPUTE)}
         ways["inverted"] = lambda model: _in_mode(model, Mode.INVERT)
@@ -102,7 +105,7 @@ def fits(
         methods.append(_try("planned", lambda: _plan(count, stored, memory, most_of_others, report)))
     if not own:
         report("counting: reversible")
-        methods.append(_try("reversible", lambda: count.count_changed("reversible", _reversible, flops)))
+        methods.append(_try("reversible", lambda: count.count_changed("reversible", reversible_blocks, flops)))
     return replace(answer, fixed_bytes=fixed, methods=tuple(methods))
 
 
@@ -179,8 +182,12 @@ def _try(name: str, count: Callable[[], Method]) -> Method:
     try:
         return count()
     except Exception as error:  # a network may raise anything where its tensors have no values, or while it is captured
-        reason = str(error) if isinstance(error, RevzooError) else f"{type(error).__name__}: {error}"
-        return Method(name, problem=textwrap.shorten(reason.partition(". ")[0], _LONGEST_PROBLEM, placeholder=" ..."))
+        return Method(name, problem=_describe_problem(error))
+
+
+def _describe_problem(error: Exception) -> str:
+    words = str(error) if isinstance(error, RevzooError) else f"{type(error).__name__}: {error}"
+    return textwrap.shorten(words.partition(". ")[0], _LONGEST_PROBLEM, placeholder=" ...").rstrip(".")
 
 
 def _plan(count: _Count, stored: Method, memory: MemoryReport, most_of_others: int, report: Report) -> Method:
@@ -204,7 +211,9 @@ def _plan(count: _Count, stored: Method, memory: MemoryReport, most_of_others: i
     near = max(1, min(scale(count.size, least, fixed + grown), 4 * max(count.size, most_of_others)))
     taken = least if near == count.size else make(count, near, None, report)[1]
     largest = scale(near, taken, fixed if taken <= count.limit else fixed + grown)
-    return replace(chosen, largest=max(largest, count.size if chosen.peak_bytes <= count.limit else 0))
+    # Steps of the zoo's models may all be in one mode in a plan, too.
+    known = most_of_others if make is _plan_of_the_zoo else count.size if chosen.peak_bytes <= count.limit else 0
+    return replace(chosen, largest=max(largest, known))
 
 
 def _plan_module(count: _Count, size: int, budget: int | None, report: Report) -> tuple[Method, int]:
@@ -237,8 +246,8 @@ def _in_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
 
 
 @contextmanager
-def _checkpointed(model: nn.Module) -> Iterator[None]:
-    """Checkpoint the blocks as the network's library does it; without that, the longest list of blocks of one class."""
+def checkpointed(model: nn.Module) -> Iterator[None]:
+    """Checkpoint the blocks as the network's library does it; without that, the longest list of equal blocks, or all lists."""
     with preserve(model, fake=True):
         for name in _SWITCHES:
             try:
@@ -247,13 +256,18 @@ def _checkpointed(model: nn.Module) -> Iterator[None]:
                 continue
             yield
             return
-    lists = choose_chains(model, find_lists(model, (), has_batch=False), None, is_named=False)[0]
+    lists = find_lists(model, (), has_batch=False)
+    try:
+        lists = choose_chains(model, lists, None, is_named=False)[0]
+    except ConversionError:
+        if not lists:
+            raise
     with watched_calls({name: block for blocks in lists.values() for name, block in blocks.items()}, checkpoint_block):
         yield
 
 
 @contextmanager
-def _reversible(model: nn.Module) -> Iterator[None]:
+def reversible_blocks(model: nn.Module) -> Iterator[None]:
     reversible_(model)
     try:
         yield
@@ -261,7 +275,7 @@ def _reversible(model: nn.Module) -> Iterator[None]:
         ordinary_(model)
 
 
-def _compute_usual_loss(outputs: Any) -> Tensor:
+def compute_usual_loss(outputs: Any) -> Tensor:
     """Return cross-entropy of what are logits, as far as one can tell, or else a sum."""
     logits = getattr(outputs, "logits", outputs)
     dims = (2,) if logits is outputs else (2, 3)

@@ -66,22 +66,24 @@ class Fits:
 
     def __str__(self) -> str:
         stored, *others = self.methods
-        at = f"at batch {self.size}" if self.unit == "batch" else f"with {self.size} tokens"
-        takes = f"{self.model} {at} takes {format_bytes(stored.peak_bytes)} stored"
+        takes = f"{self.model} at {self._describe_size(self.size)} takes {format_bytes(stored.peak_bytes)} stored"
         best = max(self.methods, key=lambda method: method.largest)
         if self.does_fit(stored):
-            more = f"; {best.name} up to {best.largest}" if best.largest > stored.largest else ""
-            return f"{takes}: it fits {self.card}, up to {self.unit} {stored.largest}{more}."
+            more = f"; {best.name} up to {best.largest:,}" if best.largest > stored.largest else ""
+            return f"{takes}: it fits {self.card}, up to {self._describe_size(stored.largest)}{more}."
         takes += f": it does not fit {self.card}"
         if fitting := [method for method in others if self.does_fit(method)]:
             least = min(fitting, key=lambda method: method.work)
             return f"{takes}; {least.name} it does, at {least.work:.2f} of the work."
         if best.largest:
-            return f"{takes} in any way; {best.name} {self.unit} {best.largest} does."
+            return f"{takes} in any way; {best.name} {self._describe_size(best.largest)} would."
         return (
             f"{takes} in any way. {format_bytes(self.fixed_bytes)} are weights, gradients and optimizer state: adapters, weights "
             "in bfloat16 or an optimizer of less state need fewer."
         )
+
+    def _describe_size(self, size: int) -> str:
+        return f"batch {size:,}" if self.unit == "batch" else f"{size:,} tokens"
 
 
 def parse_card(card: str | int) -> int:
