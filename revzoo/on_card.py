@@ -30,8 +30,9 @@ from revzoo.in_place.reversible import ordinary_, reversible_
 from revzoo.in_place.survey import watched_calls
 from revzoo.planning.card import Fits, Method, parse_card
 from revzoo.planning.fit import find_largest
-from revzoo.planning.planner import profile_and_plan
+from revzoo.planning.planner import solve
 from revzoo.planning.profiling.hooks import PlannableModel
+from revzoo.planning.profiling.profile import profile
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import map_tensors
@@ -225,17 +226,14 @@ def _plan_module(count: _Count, size: int, budget: int | None, report: Report) -
 
 
 def _plan_of_the_zoo(count: _Count, size: int, budget: int | None, report: Report) -> tuple[Method, int]:
-    batch, options = count.resize(size), {"optimizer": count.optimizer, "loss": count.loss}
-    if budget is None:
-        budget = profile_and_plan(count.model, batch, _PLENTY, **options)[1].min_peak_bytes
-    plan = profile_and_plan(count.model, batch, budget, **options)[1]
+    batch = count.resize(size)
+    measured = profile(count.model, batch, count.optimizer, loss=count.loss, run=False)
+    least = solve(measured, _PLENTY).min_peak_bytes
+    plan = solve(measured, budget or least)
     with preserve_schedules(count.model):
-        stored = replace(count, batch=batch, size=size)
         plan.apply(count.model)
-        memory, flops = stored.run(size)
-    return Method("planned", memory.after_forward_bytes, plan.peak_bytes, flops / max(1, flops - plan.extra_flops)), (
-        plan.min_peak_bytes
-    )
+        memory, flops = replace(count, batch=batch, size=size).run(size)
+    return Method("planned", memory.after_forward_bytes, memory.peak_bytes, flops / max(1, flops - plan.extra_flops)), least
 
 
 @contextmanager
@@ -268,6 +266,7 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def reversible_blocks(model: nn.Module) -> Iterator[None]:
+    """Make the blocks reversible that seem to be residual ones, by their classes and weights; inside the block alone."""
     reversible_(model)
     try:
         yield

@@ -112,7 +112,7 @@ def test_every_row_of_an_own_network(own, run):
 
 def test_what_cannot_be_done_is_said_in_its_row(own, run):
     printed = run("fits", "fit_net:make_alone", "--card", "4MB", "--optimizer", "none")
-    assert " stored: it does not fit 0.004 GB; planned it does, at 1.0" in printed
+    assert " stored: it does not fit 0.004 GB; planned it does, at 1." in printed
     assert "reversible: not counted. Sequential has no list of two or more blocks" in printed
 
 
