@@ -26,7 +26,7 @@ from torch import nn
 
 from revzoo.analysis.autocast import leave_autocast
 from revzoo.analysis.chains import preserve_schedules
-from revzoo.analysis.dry_run import call, isolated, linear_loss
+from revzoo.analysis.dry_run import LossFunction, call, isolated, linear_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.twin import build_twin
@@ -38,6 +38,7 @@ from revzoo.planning.profiling.profile import profile
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.mode import Mode
+from revzoo.runtime.nested import tensors_in
 
 Changes = NDArray[np.int64]
 Timeline = dict[str, list[int]]
@@ -51,7 +52,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {  # foreach is 
     "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
 }
 SIZES = (4, 8)  # batches that are counted; plans are made for the second
-_SHARES = (0.0, 0.2, 0.5)  # of the way from the smallest peak to that of storing: the budgets that are planned for
+SHARES = (0.0, 0.2, 0.5)  # of the way from the smallest peak to that of storing: the budgets that are planned for
 _SECTIONS, _DRAWN_SIZE = 24, 32  # of a timeline, and the batch whose highest point of each is kept
 
 
@@ -71,10 +72,10 @@ def count_card(name: str) -> dict[str, Any] | None:
 
 def _count_card(model: Model) -> dict[str, Any]:
     methods = [count_method(model, model, label, schedule) for label, schedule in _choose_schedules(model).items()]
-    card = {"methods": methods, "optimizers": _count_optimizers(model)}
+    card = {"methods": methods, "optimizers": count_optimizers(model)}
     if (twin := build_checkpointed_twin(model)) is not None:
         methods.append(count_method(twin, model, "twin"))
-        card["twin_optimizers"] = _count_optimizers(twin)
+        card["twin_optimizers"] = count_optimizers(twin)
     return card
 
 
@@ -83,7 +84,7 @@ def _choose_schedules(model: Model) -> dict[str, list[Mode]]:
     measured = profile(model, model.example_input(SIZES[1]))
     stored = solve(measured, 2**50)
     between = stored.no_recompute_peak_bytes - stored.min_peak_bytes
-    plans = [list(solve(measured, stored.min_peak_bytes + int(share * between)).schedule) for share in _SHARES]
+    plans = [list(solve(measured, stored.min_peak_bytes + int(share * between)).schedule) for share in SHARES]
     schedules: dict[str, list[Mode]] = {Mode.STORE: list(stored.schedule)}
     with preserve_schedules(model):
         model.schedule = Mode.INVERT
@@ -128,17 +129,19 @@ def count_method(network: nn.Module, model: Model, name: str, schedule: Sequence
     return {"name": name, "modes": Counter(schedule or ()), "flops": flops} | timelines
 
 
-def count_step(network: nn.Module, batch: torch.Tensor, dtype: str) -> tuple[Changes, int]:
+def count_step(
+    network: nn.Module, batch: Any, dtype: str, loss_function: LossFunction = linear_loss
+) -> tuple[Changes, int]:
     """Count a forward and backward as `measure_memory` does; return every change of live bytes, and the FLOPs."""
     live, flops = LiveBytes(), FlopCounter()
     # Both batches have as many parts in the backward of in-place ABN.
-    same_parts = patch.object(backward, "_PART", int(backward._PART * len(batch) / SIZES[1]))
+    same_parts = patch.object(backward, "_PART", int(backward._PART * len(next(tensors_in(batch))) / SIZES[1]))
     with autocast(dtype), isolated(network, batch, fake=True) as inputs, ignore_error_growth(), same_parts:
         live.watch([*network.parameters(), *network.buffers(), inputs])
         start = sum(change for _, change in live.log)
         live.log.clear()
         with flops, live:
-            loss = linear_loss(call(network, inputs))
+            loss = loss_function(call(network, inputs))
             with leave_autocast():
                 loss.backward()
         changes = np.array([start, *(change for _, change in live.log)], dtype=np.int64)
@@ -180,7 +183,7 @@ def _find_highest(fixed: Changes, each: Changes) -> Iterator[int]:
         yield line
 
 
-def _count_optimizers(network: nn.Module) -> dict[str, list[int]]:
+def count_optimizers(network: nn.Module) -> dict[str, list[int]]:
     """Return the bytes of the state and of an update for every optimizer."""
     taken = {name: count_optimizer(network, make(network.parameters())) for name, make in OPTIMIZERS.items()}
     return {name: [each.state, each.update] for name, each in taken.items()}

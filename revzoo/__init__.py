@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from revzoo.model.compile_steps import compile_steps as compile_steps
     from revzoo.model.create import create as create
     from revzoo.model.model import Model as Model
+    from revzoo.on_card import fits as fits
+    from revzoo.planning.card import Fits as Fits
     from revzoo.planning.plan import Plan as Plan
     from revzoo.planning.planner import solve as solve
     from revzoo.planning.profiling.profile import Profile as Profile
@@ -41,6 +43,7 @@ __version__ = "0.1.0"
 # Public names, and the modules that define them. Each is imported on first use: listing models does not import torch.
 _HOMES = {
     "ConvertReport": "revzoo.conversion.report",
+    "Fits": "revzoo.planning.card",
     "MemoryReport": "revzoo.analysis.report",
     "Model": "revzoo.model.create",
     "ModulePlan": "revzoo.graph",
@@ -57,6 +60,7 @@ _HOMES = {
     "convert": "revzoo.conversion.convert",
     "create": "revzoo.model.create",
     "export": "revzoo.conversion.export",
+    "fits": "revzoo.on_card",
     "inplace_abn_": "revzoo.in_place.inplace_abn",
     "list_models": "revzoo.spec",
     "load_spec": "revzoo.spec",

@@ -10,12 +10,16 @@ const LARGEST_BATCH = 2 ** 20;
 const STEPS = {
   stored: { name: "store", color: "var(--stored)",
     title: "Every activation is kept until backward, as PyTorch does by itself: the most memory and the least work" },
+  checkpointed: { name: "checkpointed", color: "var(--twin)",
+    title: "Its library's gradient checkpointing, or that of every block: what can be had without revzoo" },
   "checkpointed twin": { name: "twin", color: "var(--twin)",
     title: "The ordinary network of about this size with its library's checkpoint at every block: what can be had without revzoo" },
   inverted: { name: "invert", color: "var(--inverted)",
     title: "Reversible steps keep nothing: backward computes their inputs again from their outputs. Stem, transitions and head store" },
+  reversible: { name: "reversible", color: "var(--inverted)",
+    title: "revzoo.reversible_: blocks are reversible steps that keep 8 bits of every element; the function changes a little" },
   planned: { color: "var(--planned)",
-    title: "A mode for each step: of the plans counted for this model, the one with the least work that fits" },
+    title: "revzoo.plan: of the plans counted for this network, the one with the least work that fits" },
 };
 const HEADS = {
   "training step": "What is kept for backward", peak: "The most memory in use at once, all in all", fits: "Whether the peak fits the card",
@@ -26,13 +30,14 @@ const fits = document.getElementById("fits");
 fits.innerHTML = `
   <form class="controls">
     <label>model <select name="model"></select></label>
-    <label>batch <input name="batch" type="number" min="1" value="32"></label>
+    <label>batch <input name="batch" type="number" min="1" max="1048576" value="32" required></label>
     <label>dtype <select name="dtype"><option>float32</option><option value="bfloat16">bfloat16 autocast</option></select></label>
     <label>optimizer <select name="optimizer"></select></label>
     <label>card <select name="card"></select></label>
   </form>
-  <p class="summary" aria-live="polite"></p>
+  <p class="answer" aria-live="polite"></p>
   <div class="scroll"><table><thead><tr></tr></thead><tbody></tbody></table></div>
+  <p class="summary"></p>
   <svg class="timeline" role="img" aria-label="Memory in use during a training step"></svg>
   <p class="uncounted"></p>`;
 const form = fits.querySelector("form");
@@ -60,13 +65,33 @@ function chooseMethods(card, setting) {
     const measured = { ...method, optimizers };
     return { ...measured, peak: countPeak(measured, setting), largest: findLargestBatch(measured, setting) };
   });
-  const own = methods.filter((method) => method.name !== "twin");
-  const fitting = own.filter((method) => method.peak <= setting.limit);
+  const plans = methods.filter((method) => /^(store|invert|plan \d)$/.test(method.name));
+  const fitting = plans.filter((method) => method.peak <= setting.limit);
   const planned = fitting.length
     ? fitting.reduce((a, b) => (b.flops < a.flops ? b : a))
-    : own.reduce((a, b) => (b.peak < a.peak ? b : a));
+    : plans.reduce((a, b) => (b.peak < a.peak ? b : a));
   const named = Object.entries(STEPS).map(([label, { name }]) => [label, methods.find((method) => method.name === name)]);
-  return { ...Object.fromEntries(named), planned: { ...planned, largest: Math.max(...own.map((method) => method.largest)) } };
+  const chosen = { ...Object.fromEntries(named), planned: { ...planned, largest: Math.max(...plans.map((plan) => plan.largest)) } };
+  return Object.fromEntries(Object.entries(chosen).filter(([, method]) => method));
+}
+
+// Returns the sentence in which a "no" becomes a "yes".
+function describeAnswer(name, methods, { batch, limit }) {
+  const verdict = (fits, text) => `<b class="${fits ? "fits" : "exceeds"}">${text}</b>`;
+  const { stored, ...others } = methods;
+  const takes = `${name} at batch ${batch.toLocaleString("en")} takes ${formatBytes(stored.peak)} stored: `;
+  const card = `${form.elements.card.value} GB`;
+  if (stored.peak <= limit) return `${takes}${verdict(true, `it fits ${card}`)}, up to batch ${stored.largest.toLocaleString("en")};
+    planned up to ${methods.planned.largest.toLocaleString("en")}.`;
+  const fitting = Object.entries(others).filter(([, method]) => method.peak <= limit);
+  const no = `${takes}${verdict(false, `it does not fit ${card}`)}`;
+  if (fitting.length) {
+    const [label, { flops }] = fitting.reduce((a, b) => (b[1].flops <= a[1].flops ? b : a));
+    return `${no}; ${verdict(true, `${label} it does`)}, at ${(flops / stored.flops).toFixed(2)} of the work.`;
+  }
+  const [label, { largest }] = Object.entries(methods).reduce((a, b) => (b[1].largest > a[1].largest ? b : a));
+  return largest ? `${no} in any way; ${verdict(true, `${label} batch ${largest.toLocaleString("en")} would`)}.`
+    : `${no} in any way: take a larger card, adapters, or an optimizer of less state.`;
 }
 
 function readSetting() {
@@ -77,13 +102,13 @@ function readSetting() {
 
 function describeModes({ name, modes }) {
   if (name === "store") return "everything stored";
+  if (!Object.keys(modes).length) return "some results made again";
   return Object.entries(modes).map(([mode, units]) => `${units} ${mode}`).join(", ");
 }
 
 function describeRow(label, method, { limit }, stored) {
   const { color, title } = STEPS[label];
   const head = `<td title="${title}"><i class="swatch" style="background: ${color}"></i>${label}`;
-  if (!method) return `<tr>${head}</td><td colspan="4">no twin with checkpoints to compare with</td></tr>`;
   const doesFit = method.peak <= limit;
   return `<tr>${head}${label === "planned" ? `<br><small>${describeModes(method)}</small>` : ""}</td><td>${formatBytes(method.peak)}</td>
     <td class="${doesFit ? "fits" : "exceeds"}">${doesFit ? "yes" : "no"}</td><td>${method.largest.toLocaleString("en")}</td>
@@ -100,12 +125,18 @@ function describeModel(name, { optimizer, limit }) {
 }
 
 function update() {
+  const answer = fits.querySelector(".answer");
+  if (!form.checkValidity()) {
+    answer.textContent = "A batch is a whole number from 1 to 1,048,576.";
+    return;
+  }
   const [name, setting] = [form.elements.model.value, readSetting()];
   const methods = chooseMethods(ZOO[name].card, setting);
+  answer.innerHTML = describeAnswer(name, methods, setting);
   fits.querySelector("tbody").innerHTML =
     Object.entries(methods).map(([label, method]) => describeRow(label, method, setting, methods.stored)).join("");
   fits.querySelector(".summary").textContent = describeModel(name, setting);
-  const curves = Object.entries(methods).filter(([, method]) => method).map(([label, method]) => {
+  const curves = Object.entries(methods).map(([label, method]) => {
     const state = method.optimizers[setting.optimizer][0];
     const lines = method[setting.dtype];
     const points = listBytes(lines, setting.batch).map((bytes, i) => [lines.at[i], bytes + state]);
@@ -127,12 +158,19 @@ function begin() {
   const [first] = Object.values(ZOO);
   fits.querySelector("thead tr").innerHTML =
     Object.entries(HEADS).map(([head, title]) => `<th title="${title}">${head}</th>`).join("");
-  form.elements.model.append(...Object.keys(ZOO).map((name) => new Option(name)));
+  const zoo = Object.keys(ZOO).filter((name) => !ORDINARY.includes(name));
+  for (const [label, names] of [["well-known networks", ORDINARY], ["the zoo", zoo]]) {
+    const group = document.createElement("optgroup");
+    group.label = label;
+    group.append(...names.map((name) => new Option(name)));
+    form.elements.model.append(group);
+  }
   form.elements.optimizer.append(...Object.keys(first.card.optimizers).map((name) => new Option(name)));
   form.elements.card.append(...Object.entries(CARDS).map(([size, names]) => new Option(`${size} GB: ${names}`, size)));
   form.elements.optimizer.value = "AdamW";
   form.elements.card.value = "24";
-  if ("rev_vit_b" in ZOO) form.elements.model.value = "rev_vit_b";
+  form.elements.model.value = ORDINARY[0];
+  form.elements.batch.value = "256"; // what does not fit as it is
   if (UNCOUNTED.length) fits.querySelector(".uncounted").textContent = `Not counted: ${UNCOUNTED.join(", ")}.`;
   readAddress();
   form.addEventListener("input", update);

@@ -85,11 +85,12 @@ def _lift_comments(block: str) -> str:
 
 
 def _write_data(table: dict[str, Any]) -> str:
-    """Return what "What fits my card?" computes with, of the models that are counted, and the names of the others."""
+    """Return what "What fits my card?" computes with, of the networks that are counted, and the names of the others."""
     facts = ("card", "input", "parameters")
-    cards = {name: {fact: row[fact] for fact in facts} for name, row in table.items() if row.get("card")}
-    uncounted = [name for name in table if name not in cards]
-    return f"const ZOO = {json.dumps(cards)};\nconst UNCOUNTED = {json.dumps(uncounted)};\n"
+    ordinary = json.loads((ROOT / "docs/fits.json").read_text(encoding="utf-8"))
+    cards = {name: {fact: row[fact] for fact in facts} for name, row in (ordinary | table).items() if row.get("card")}
+    data = {"ZOO": cards, "ORDINARY": list(ordinary), "UNCOUNTED": [name for name in table if name not in cards]}
+    return "".join(f"const {name} = {json.dumps(value)};\n" for name, value in data.items())
 
 
 def _write_api() -> str:

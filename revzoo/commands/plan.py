@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "Find the fastest mix of modes that fits a memory budget."
 
-_OTHER_NAMES = "timm:NAME, a folder with the config.json of a Transformers model, or package.module:function"
+OTHER_NAMES = "timm:NAME, a folder with the config.json of a Transformers model, or package.module:function"
 _OF_RANKS = ("--shard", "--nodes")
 _OF_RUNNING = ("--device", "--lookahead")
 _OF_THE_ZOO = (*_OF_RUNNING, "--dtype", "--meta", "--loss", "--accumulate", "--ranks", *_OF_RANKS)
@@ -43,7 +43,7 @@ def declare(parser: Parser) -> None:
         "one is named."
     )
     batch_help = f"{BATCH_HELP}, or a range to search for the most samples per second, such as auto:16-256"
-    declare_model(parser, batch_or_range, "N|auto:LOW-HIGH", batch_help, f"{NAME_HELP}, or {_OTHER_NAMES}")
+    declare_model(parser, batch_or_range, "N|auto:LOW-HIGH", batch_help, f"{NAME_HELP}, or {OTHER_NAMES}")
     parser.add_argument(
         "--budget",
         required=True,

@@ -108,12 +108,14 @@ class PlanDetails:
         phases: of the step, in order.
         front: plans for other budgets, by rising peak; the last stores everything. Where everything fits, it is the only one.
         fixed_bytes: weights, buffers, batch and optimizer state.
+        kept_bytes: what forward and loss have made when backward begins.
     """
 
     calls: tuple[CallDetails, ...]
     phases: tuple[Phase, ...]
     front: tuple[FrontPoint, ...]
     fixed_bytes: int
+    kept_bytes: int
 
 
 class _Tracer(Observer):
@@ -206,4 +208,4 @@ def describe_step(
         CallDetails(atom.name, flops, kept := counted.kept.get(i, 0), max(0, need - kept), reruns.count(i))
         for i, (atom, flops, need) in enumerate(zip(step.atoms, step.flops, needed, strict=True))
     )
-    return PlanDetails(tuple(calls), tuple(phases), tuple(front), step.fixed_bytes + other_bytes)
+    return PlanDetails(tuple(calls), tuple(phases), tuple(front), step.fixed_bytes + other_bytes, sum(counted.kept.values()))

@@ -14,13 +14,14 @@ from revzoo.plugin import describe_failure, import_from_here
 _LONGEST_TEXT, _SIDE = 512, 224  # tokens; pixels of an image whose size a configuration does not say
 
 
-def create_named_module(name: str, size: int | None) -> tuple[nn.Module, Any]:
+def create_named_module(name: str, size: int | None, tokens: int | None = None) -> tuple[nn.Module, Any]:
     """Return a module with random weights, and a random batch for it.
 
     Args:
         name: "timm:NAME"; a folder with the config.json of a Transformers model; or "package.module:function", a function of
             yours that returns a module and a batch. It is looked for from the present folder, too.
         size: examples in the batch; None is 32 images or 8 texts. A function of yours makes its own batch.
+        tokens: of each text; None is as many as the network takes, and not more than 512.
     Raises:
         UnknownNameError: timm has no model of that name.
         InputError: there is no such function, or it does not return a module and a batch; or Transformers makes no network for
@@ -28,10 +29,17 @@ def create_named_module(name: str, size: int | None) -> tuple[nn.Module, Any]:
         RevzooError: Transformers is not installed.
     """
     if name.startswith("timm:"):
+        if tokens is not None:
+            raise InputError(f"{name} takes images. Received: --tokens {tokens}. Leave it out.")
         return _create_timm(name.removeprefix("timm:"), size or 32)
     if os.path.isdir(name):
-        return _create_transformers(Path(name), size or 8)
-    return _call_function(name, size)
+        return _create_transformers(Path(name), size or 8, tokens)
+    return _call_function(name, size, tokens)
+
+
+def is_own_function(name: str) -> bool:
+    """Return whether a name is "package.module:function"."""
+    return not (name.startswith("timm:") or os.path.isdir(name))
 
 
 def _create_timm(name: str, size: int) -> tuple[nn.Module, Any]:
@@ -44,7 +52,7 @@ def _create_timm(name: str, size: int) -> tuple[nn.Module, Any]:
     return model, torch.randn(size, *input_size)
 
 
-def _create_transformers(folder: Path, size: int) -> tuple[nn.Module, Any]:
+def _create_transformers(folder: Path, size: int, tokens: int | None) -> tuple[nn.Module, Any]:
     with explain_missing("transformers", "Folders with a config.json"):
         import transformers
     try:
@@ -64,15 +72,19 @@ def _create_transformers(folder: Path, size: int) -> tuple[nn.Module, Any]:
             f"Batches are made for networks of images or texts. Received: {folder}, a {type(model).__name__}. Name a "
             "function of yours that returns module and batch: package.module:function."
         )
-    length = min(_LONGEST_TEXT, getattr(config, "max_position_embeddings", _LONGEST_TEXT))
+    longest = getattr(config, "max_position_embeddings", None)
+    length = tokens or min(_LONGEST_TEXT, longest or _LONGEST_TEXT)
+    if longest is not None and length > longest:
+        raise InputError(f"{folder} takes texts of up to {longest} tokens. Received: --tokens {tokens}.")
     names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
     return model, {name: torch.randint(config.vocab_size, (size, length)) for name in names}
 
 
-def _call_function(name: str, size: int | None) -> tuple[nn.Module, Any]:
+def _call_function(name: str, size: int | None, tokens: int | None) -> tuple[nn.Module, Any]:
     module_name, function_name = name.rsplit(":", 1)
-    if size is not None:
-        raise InputError(f"{name} makes its own batch. Received: --batch {size}. Leave it out.")
+    for option, value in (("--batch", size), ("--tokens", tokens)):
+        if value is not None:
+            raise InputError(f"{name} makes its own batch. Received: {option} {value}. Leave it out.")
     module = import_from_here(module_name)
     function = getattr(module, function_name, None)
     if not callable(function):

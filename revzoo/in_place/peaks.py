@@ -81,7 +81,7 @@ def count_peaks(model: nn.Module, batch: Any, steps: Sequence[BlockStep], fake: 
                 step.remove()
                 stack.callback(step.install)
             stored = _count_memory(model, batch, fake)
-            stack.enter_context(watched_calls({step.name: step.block for step in steps}, _checkpoint))
+            stack.enter_context(watched_calls({step.name: step.block for step in steps}, checkpoint_block))
             return Peaks(stored, _count_memory(model, batch, fake), reversible)
     except RecoveryError as error:
         raise ConversionError(
@@ -104,7 +104,8 @@ def _count_memory(model: nn.Module, batch: Any, fake: bool) -> MemoryReport:
             return run_and_measure(model, inputs).memory
 
 
-def _checkpoint(_: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def checkpoint_block(_: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a block with gradient checkpointing; to be given to `watched_calls`."""
     # Without caches of keys and values, as Transformers does it: a second run would add to them.
     args, kwargs = leave_out_caches(args, kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

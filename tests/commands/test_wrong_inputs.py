@@ -189,6 +189,8 @@ def test_typos_are_answered_before_torch_is_imported():
         "verify rev_vit_digit",
         "profile rev_vit_digit",
         "plan rev_vit_digit --budget 1GiB",
+        "fits rev_vit_digit",
+        "fits rev_vit_digits --card lots",
         "eval nothing",
     )
     code = f"import sys, zoo_cli\nfor words in {commands}: print(zoo_cli.main(words.split()), 'torch' in sys.modules, words)"

@@ -42,7 +42,7 @@ def make_plan(blocks: int) -> tuple[ModulePlan, PlanDetails]:
         no_recompute_peak_bytes=2 * count * MIB,
         setting=SETTING,
     )
-    return plan, PlanDetails(tuple(calls), tuple(phases), front, MIB)
+    return plan, PlanDetails(tuple(calls), tuple(phases), front, MIB, 0)
 
 
 @pytest.mark.parametrize("blocks", [2, 40])

@@ -14,7 +14,7 @@ import revzoo.runtime
 from revzoo import errors, registry
 
 CLASSES = {
-    "ConvertReport", "MemoryReport", "Model", "ModulePlan", "NumericsReport", "PixelReport", "Plan", "Profile",
+    "ConvertReport", "Fits", "MemoryReport", "Model", "ModulePlan", "NumericsReport", "PixelReport", "Plan", "Profile",
     "ReversibleReport", "Spec", "VerifyReport",
 }  # fmt: skip
 PINNED = {
@@ -26,6 +26,7 @@ PINNED = {
     "create": "(source, *, pretrained=False, checkpoint=None, num_outputs=None, overrides=None, schedule='invert', "
     "lookahead=0, exact=False, device=None, dtype=None, **others)",
     "export": "(folder, out, weights=None)",
+    "fits": "(model, batch, card=None, *, optimizer=None, loss=None, vary_length=False, report=None)",
     "inplace_abn_": "(model, batch=None, *, relu_slope=None)",
     "list_models": "(pattern='*')",
     "load_spec": "(source, overrides=())",

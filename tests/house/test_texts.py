@@ -25,7 +25,7 @@ NOT_RUN = (
     "torchrun ",
 )
 # They train and plan, as tests of these packages do with less.
-LONG = {"README.md", "convert.md", "distributed.md", "planning.md", "sweeps.md", "training.md"}
+LONG = {"README.md", "convert.md", "distributed.md", "fits.md", "planning.md", "sweeps.md", "training.md"}
 # Typed in tests/walks, where somebody looks at what is printed: the README's commands, and these sections.
 WALKED = {"training.md": ("Your own images", "Use what was trained", "Watch, and stop early", "Texts")}
 NEEDED = {"sweeps.md": "optuna"}  # what a page shows that is not among the extras

@@ -1,0 +1,164 @@
+"""What well-known networks take on a card: docs/fits.json, from which the page "What fits my card?" computes.
+
+    python benchmarks/fits.py 'ResNet*'
+
+Each network is counted stored, with its library's checkpoints, reversible in place, and by plans for a few budgets, as the
+models of the zoo are (zoo_card.py), but with cross-entropy of its logits. Networks that match are counted again.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from ordinary_networks import UNet
+from torch import nn
+from zoo_card import DTYPES, SHARES, SIZES, Changes, Method, autocast, count_optimizers, count_step, fit_timeline
+
+from revzoo.errors import ConversionError
+from revzoo.graph.capture import capture
+from revzoo.graph.counted_step import count_step as count_planned
+from revzoo.graph.front import find_front
+from revzoo.graph.spans import Nest, Spans
+from revzoo.graph.step_record import Record, record
+from revzoo.on_card import checkpointed, compute_usual_loss, reversible_blocks
+
+Batch = Any
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network without values.
+
+    Args:
+        make: returns it.
+        input: shape of an image, or the number of tokens.
+    """
+
+    make: Callable[[], nn.Module]
+    input: tuple[int, ...] | int = (3, 224, 224)
+
+    def make_batch(self, size: int) -> Batch:
+        """Return a batch without values."""
+        if isinstance(self.input, int):
+            return {"input_ids": torch.zeros(size, self.input, dtype=torch.int64, device="meta")}
+        return torch.zeros(size, *self.input, device="meta")
+
+    def describe_input(self) -> str:
+        """Return the input in words."""
+        return f"{self.input:,} tokens" if isinstance(self.input, int) else " x ".join(map(str, self.input))
+
+
+def _timm(name: str) -> nn.Module:
+    import timm
+
+    return timm.create_model(name)  # type: ignore[no-any-return]
+
+
+def _transformers(architecture: str, **sizes: Any) -> nn.Module:
+    network = getattr(transformers, architecture)
+    return network(network.config_class(**sizes)).train()  # type: ignore[no-any-return]
+
+
+def _add_adapters(make: Callable[[], nn.Module]) -> nn.Module:
+    import peft
+
+    return peft.get_peft_model(make().to(torch.bfloat16), peft.LoraConfig(r=8))  # type: ignore[return-value, arg-type]
+
+
+_LARGE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "use_cache": False}
+_LLAMA = partial(
+    _transformers, "LlamaForCausalLM", num_hidden_layers=32, intermediate_size=14336, vocab_size=128256, **_LARGE
+)
+_QWEN = partial(
+    _transformers, "Qwen3ForCausalLM", num_hidden_layers=36, intermediate_size=12288, vocab_size=151936, head_dim=128, **_LARGE
+)
+NETWORKS = {
+    "ViT-B/16": Network(partial(_timm, "vit_base_patch16_224")),
+    "ViT-L/16": Network(partial(_timm, "vit_large_patch16_224")),
+    "ResNet-50": Network(partial(_timm, "resnet50")),
+    "Swin-B": Network(partial(_timm, "swin_base_patch4_window7_224")),
+    "ConvNeXt-B": Network(partial(_timm, "convnext_base")),
+    "U-Net of 4 levels": Network(UNet, (3, 256, 256)),
+    "BERT base": Network(partial(_transformers, "BertForMaskedLM"), 512),
+    "GPT-2": Network(partial(_transformers, "GPT2LMHeadModel", use_cache=False), 1024),
+    "Llama-3.1-8B": Network(_LLAMA, 4096),
+    "Llama-3.1-8B in bfloat16, LoRA of rank 8": Network(partial(_add_adapters, _LLAMA), 4096),
+    "Qwen3-8B": Network(_QWEN, 4096),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pattern", nargs="?", default="*", help="networks to count")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs/fits.json")
+    args = parser.parse_args()
+    rows = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
+    for name in filter(lambda name: fnmatch(name, args.pattern), NETWORKS):
+        print(name, flush=True)
+        rows[name] = count_row(NETWORKS[name])
+        lines = [f"{json.dumps(name)}: {json.dumps(rows[name])}" for name in NETWORKS if name in rows]
+        args.out.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def count_row(network: Network) -> dict[str, Any]:
+    """Return what a row of docs/zoo.json says, as far as the page needs it."""
+    with torch.device("meta"):
+        module = network.make()
+    ways: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {"store": nullcontext, "checkpointed": checkpointed, "reversible": reversible_blocks}
+    methods = []
+    for name, change in ways.items():
+        with suppress(ConversionError), change(module):  # not every network has blocks that can be reversible
+            methods.append(_count_method(module, network, name))
+    planned = {dtype: count_plans(module, network, dtype) for dtype in DTYPES}
+    for number in range(len(SHARES)):
+        flops, *_ = (planned[dtype][number][0] for dtype in DTYPES)
+        timelines = {dtype: fit_timeline(planned[dtype][number][1]) for dtype in DTYPES}
+        methods.append({"name": f"plan {number + 1}", "modes": {}, "flops": flops} | timelines)
+    parameters = sum(p.numel() for p in module.parameters())
+    card = {"methods": methods, "optimizers": count_optimizers(module)}
+    return {"card": card, "input": network.describe_input(), "parameters": parameters}
+
+
+def _count_method(module: nn.Module, network: Network, name: str) -> Method:
+    steps = {
+        dtype: [count_step(module, network.make_batch(size), dtype, compute_usual_loss) for size in SIZES] for dtype in DTYPES
+    }
+    timelines = {dtype: fit_timeline([changes for changes, _ in counted]) for dtype, counted in steps.items()}
+    return {"name": name, "modes": {}, "flops": steps["float32"][0][1] // SIZES[0]} | timelines
+
+
+def count_plans(module: nn.Module, network: Network, dtype: str) -> list[tuple[int, list[Changes]]]:
+    """Return FLOPs for an example, and every change of live bytes in both sizes, of plans that are made for the larger."""
+    small, large = SIZES
+    with autocast(dtype):
+        with capture(module, network.make_batch(large)) as captured:
+            step = record(captured, compute_usual_loss)
+            front = find_front(step)
+            least, most = front.list_points()[0][0], step.peak_bytes
+            plans = [front.make_spans(front.choose(least + int(share * (most - least))) or ()) for share in SHARES]
+            counted = [[count_planned(captured, spans, compute_usual_loss)] for spans in plans]
+        with capture(module, network.make_batch(small)) as captured:
+            other = record(captured, compute_usual_loss)
+            for steps, spans in zip(counted, plans, strict=True):
+                steps.insert(0, count_planned(captured, _move(spans, other), compute_usual_loss))
+    return [(steps[0].flops // small, [np.diff(each.alive) for each in steps]) for steps in counted]
+
+
+def _move(spans: Spans, step: Record) -> Spans:
+    """Return the same spans of the step with the other batch."""
+    nodes = {node.name: node for atom in step.atoms for node in atom.makes}
+    nests = [Nest(nest.first, nest.end, frozenset(nodes[node.name] for node in nest.handed)) for nest in spans.nests]
+    return Spans(step.atoms, spans.ends, frozenset(nodes[node.name] for node in spans.kept), spans.kept_inside, nests)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""`revzoo fits`: rows that are counts of real steps, the sentence, the largest that fits, and mistakes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import revzoo
+from revzoo.analysis.dry_run import isolated
+from revzoo.analysis.optimizer_step import count_optimizer
+from revzoo.analysis.step_memory import run_and_measure
+from revzoo.graph.module_planner import plan_module
+from revzoo.graph.named_module import create_named_module
+from revzoo.on_card import compute_usual_loss
+from revzoo.planning.card import Fits, Method
+
+OWN = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.b(nn.functional.gelu(self.a(x)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+class Asking(Net):
+    def forward(self, x):
+        return super().forward(x) if float(x.sum()) > 0 else -x
+
+def make():
+    return Net(), torch.randn(256, 16)
+
+def make_asking():
+    return Asking(), torch.ones(256, 16)
+
+def make_alone():
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), torch.randn(4096, 16)
+"""
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+CONFIGS = {
+    "LlamaForCausalLM": {"model_type": "llama", "num_key_value_heads": 1, **SIZES},
+    "Qwen3ForCausalLM": {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 16, **SIZES},
+    "MistralForCausalLM": {"model_type": "mistral", "num_key_value_heads": 1, **SIZES},
+    "GPT2LMHeadModel": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 100},
+    "OPTForCausalLM": {"model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32, **SIZES},
+    "BertForMaskedLM": {"model_type": "bert", **SIZES},
+    "RobertaForSequenceClassification": {"model_type": "roberta", "max_position_embeddings": 130, **SIZES},
+    "DistilBertForMaskedLM": {"model_type": "distilbert", "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
+    "T5ForConditionalGeneration": {"model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2},
+    "ViTForImageClassification": {"model_type": "vit", "image_size": 32, "patch_size": 8, **SIZES},
+}
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "fit_net.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "fit_net", raising=False)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _in_silence(monkeypatch):
+    monkeypatch.setattr("revzoo.display.console._TELL_EVERY", 1000)  # a loaded machine may take longer than the usual ten seconds
+
+
+def count(model: nn.Module, batch, optimizer=None) -> int:
+    """Return the counted peak of a step that is run."""
+    with isolated(model, batch) as inputs:
+        return run_and_measure(model, inputs, count_optimizer(model, optimizer), loss=compute_usual_loss).memory.peak_bytes
+
+
+def answer_of(printed: str) -> dict:
+    answer = json.loads(printed)
+    return answer | {"methods": {method["name"]: method for method in answer["methods"]}}
+
+
+def test_every_row_of_an_own_network(own, run):
+    """A card that what is stored does not fit: the planned row is a plan for it, and every largest batch fits."""
+    card = 600_000
+    answer = answer_of(run("fits", "fit_net:make", "--card", card, "--optimizer", "none", "--json"))
+    assert answer["answer"].startswith("fit_net:make at batch 256 takes ")
+    assert " stored: it does not fit 0.0006 GB; " in answer["answer"]
+    model, batch = create_named_module("fit_net:make", None)
+    rows = answer["methods"]
+    assert list(rows) == ["stored", "checkpointed", "planned", "reversible"]
+    assert rows["stored"]["peak_bytes"] == count(model, batch) > 0.9 * card > rows["planned"]["peak_bytes"]
+    assert rows["stored"]["work"] == 1.0 <= rows["planned"]["work"] < rows["checkpointed"]["work"]
+    largest = rows["stored"]["largest"]
+    assert count(model, torch.randn(largest, 16)) <= 0.9 * card < count(model, torch.randn(largest * 11 // 10, 16))
+    largest = rows["planned"]["largest"]
+    assert largest > rows["stored"]["largest"]
+    plan_module(model, torch.randn(largest, 16), int(0.9 * card), loss=compute_usual_loss)  # there is a plan for so many
+    revzoo.reversible_(model)
+    assert rows["reversible"]["peak_bytes"] == count(model, batch)
+
+
+def test_what_cannot_be_done_is_said_in_its_row(own, run):
+    printed = run("fits", "fit_net:make_alone", "--card", "4MB", "--optimizer", "none")
+    assert " stored: it does not fit 0.004 GB; planned it does, at 1." in printed
+    assert "reversible: not counted. Sequential has no list of two or more blocks" in printed
+
+
+def test_weights_that_a_card_does_not_hold(own, run):
+    printed = run("fits", "fit_net:make", "--card", "100000")
+    assert "does not fit 0.0001 GB in any way. 1" in printed
+    assert "planned: not counted. Weights, gradients and optimizer state are more than the card has." in printed
+
+
+def test_the_sentence():
+    stored = Method("stored", 0, 30 * 2**30, 1.0, 170)
+    planned, twice = Method("planned", 0, 2**30, 1.061, 1770), Method("checkpointed", 0, 2**30, 1.33, 1000)
+    assert str(Fits("vit", 256, "batch", 24 * 10**9, 0, (stored, twice, planned))) == (
+        "vit at batch 256 takes 30.0 GiB stored: it does not fit 24 GB; planned it does, at 1.06 of the work."
+    )
+    assert str(Fits("vit", 256, "batch", 80 * 10**9, 0, (stored, twice, planned))).endswith(
+        "it fits 80 GB, up to batch 170; planned up to 1,770."
+    )
+
+
+def test_a_model_of_the_zoo(file, run):
+    answer = answer_of(run("fits", file("rev_vit_digits"), "--card", "3MB", "--batch", 64, "--json"))
+    assert list(answer["methods"]) == ["stored", "checkpointed", "inverted", "planned"]
+    peaks = {name: method["peak_bytes"] for name, method in answer["methods"].items()}
+    assert peaks["inverted"] < peaks["checkpointed"] < peaks["stored"]
+    assert not any(method["problem"] for method in answer["methods"].values())
+
+
+def write_config(folder: Path, architecture: str) -> str:
+    (folder / architecture).mkdir()
+    config = {"architectures": [architecture], **CONFIGS[architecture]}
+    (folder / architecture / "config.json").write_text(json.dumps(config))
+    return str(folder / architecture)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_networks_of_transformers_take_what_is_counted(architecture, tmp_path, run):
+    """To the byte: stored, and planned with the plan applied."""
+    folder = write_config(tmp_path, architecture)
+    tokens = () if architecture.startswith("ViT") else ("--tokens", 64)
+    arguments = "fits", folder, "--batch", 2, *tokens, "--json", "--optimizer"
+    stored = answer_of(run(*arguments, "adamw", "--card", "1GB"))["methods"]["stored"]["peak_bytes"]
+    model, batch = create_named_module(folder, 2, tokens[-1] if tokens else None)
+    model.config.use_cache = False
+    assert count(model, batch, torch.optim.AdamW(model.parameters(), foreach=True)) == stored
+    whole = answer_of(run(*arguments, "none", "--card", "1GB"))["methods"]["stored"]
+    card = int((whole["peak_bytes"] - whole["kept_bytes"] / 4) / 0.9)
+    planned = answer_of(run(*arguments, "none", "--card", card))["methods"]["planned"]
+    assert planned["problem"] == ""
+    assert planned["peak_bytes"] <= 0.9 * card < whole["peak_bytes"]
+    plan_module(model, batch, int(card * 0.9), loss=compute_usual_loss)[0].apply(model)
+    assert count(model, batch) == planned["peak_bytes"]
+
+
+@pytest.mark.slow
+def test_adapters_have_gradients_alone(tmp_path, run):
+    folder = write_config(tmp_path, "LlamaForCausalLM")
+    whole, adapted = (
+        answer_of(run("fits", folder, "--batch", 2, "--tokens", 64, "--json", *lora)) for lora in ((), ("--lora",))
+    )
+    assert adapted["fixed_bytes"] < whole["fixed_bytes"]
+    assert adapted["unit"] == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("fits rev_vit_digits --card lots", "A budget is bytes, a size such as '8GiB'"),
+        ("fits rev_vit_digits --card 60%", "A card has a size such as '24GB'. Received: '60%'."),
+        ("fits rev_vit_digits --tokens 12", "--tokens and --lora: for networks that are not the zoo's. Received: "),
+        ("fits rev_vit_digit", "Unknown model or spec file 'rev_vit_digit'. Did you mean 'rev_vit_digits'?"),
+        ("fits fit_net:make --batch 4", "fit_net:make makes its own batch. Received: --batch 4. Leave it out."),
+        ("fits fit_net:make --lora", "peft knows no default places for adapters in a Net ("),
+        ("fits fit_net:make_asking", "A step of Asking cannot be counted: "),
+        ("fits fit_net:make head.outputs=3", "Overrides: for models of the zoo. Received: fit_net:make head.outputs=3."),
+        ("fits timm:test_vit --tokens 3", "timm:test_vit takes images. Received: --tokens 3. Leave it out."),
+    ],
+)
+def test_mistakes(arguments, message, own, refused):
+    assert refused(*arguments.split())[: len(message)] == message
