@@ -1,5 +1,6 @@
 """Hooks of the site: pages made from the specs, docs/zoo.json and the public names; links that leave docs/."""
 
+import base64
 import json
 import re
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ API = {
 LINE = 80  # characters of code that a page shows
 _CODE = re.compile(r"^```(?:bash|python)\n.*?^```$", re.MULTILINE | re.DOTALL)
 _PICTURE = re.compile(r'<img [^>]*src="([^"]+)"[^>]*>')
+_COLOR = re.compile(r"\x1b\[[\d;]*m")  # of a terminal
 SCRIPTS = {"fits.md": ("data.js", "timeline.js", "fits.js"), "zoo.md": ("table.js",)}
 
 
@@ -64,6 +66,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     add("assets/data.js", content=_write_data(table))
     for page, content in _write_api().items():
         add(f"api/{page}.md", content=content)
+    for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
+        text, pictures = _write_notebook(notebook)
+        add(f"examples/{notebook.stem}.md", content=text)
+        for name, content in pictures.items():
+            add(f"examples/{name}", content=content)
     add("zoo.md", content=_write_zoo(table))
     for name in list_models():
         add(f"models/{name}.md", content=_write_model(load_spec(name), table[name]))
@@ -109,7 +116,7 @@ def _write_data(table: dict[str, Any]) -> str:
 def _write_api() -> dict[str, str]:
     """Return the pages of the API: every public name with its docstring and its source."""
     texts = {page: f"# {title}\n\n" for page, (title, _) in API.items()}
-    failures = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.RevzooError)]
+    failures = [name for name in vars(errors) if name.endswith("Error")]
     names = {revzoo: revzoo.__all__, runtime: runtime.__all__, errors: failures}
     for owner, name in [(owner, name) for owner, own in names.items() for name in sorted(own, key=str.lower)]:
         home = getattr(owner, name).__module__
@@ -117,6 +124,30 @@ def _write_api() -> dict[str, str]:
         page = next((page for page, (_, packages) in API.items() if package in packages), "measure")
         texts[page] += f"::: {home}.{name}\n\n"
     return texts
+
+
+def _write_notebook(notebook: Path) -> tuple[str, dict[str, bytes]]:
+    """Return a notebook as a page, and the pictures of its outputs by their names."""
+    parts, pictures = [], {}
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source.replace("](../docs/", "](../"))
+            continue
+        language = "bash" if source.startswith("%%bash") else "python"
+        source = source.removeprefix("%%bash\n")
+        parts.append(f"```{language}\n{source}\n```")
+        printed = "".join(text for output in cell["outputs"] for text in output.get("text", ()))
+        for data in (output.get("data", {}) for output in cell["outputs"]):
+            if "image/png" in data:
+                name = f"{notebook.stem}_{len(pictures)}.png"
+                pictures[name] = base64.b64decode("".join(data["image/png"]))
+                printed += f"\n![]({name})"
+            else:
+                printed += "".join(data.get("text/plain", ()))
+        text, _, picture = _COLOR.sub("", printed).partition("\n![]")
+        parts += [f"```text\n{text.rstrip()}\n```"] * bool(text.strip()) + [f"![]{picture}"] * bool(picture)
+    return "\n\n".join(parts), pictures
 
 
 def _write_zoo(table: dict[str, Any]) -> str:
