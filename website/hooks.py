@@ -1,5 +1,6 @@
-"""Hooks of the site: pages made from the README, the specs, docs/zoo.json and the public names; links that leave docs/."""
+"""Hooks of the site: pages made from the specs, docs/zoo.json and the public names; links that leave docs/."""
 
+import base64
 import json
 import re
 from collections.abc import Iterator
@@ -12,22 +13,36 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 import revzoo
+from revzoo import errors, runtime
 from revzoo.format import format_bytes, format_macs
+from revzoo.metric import METRICS
 from revzoo.spec import ImageInput, Spec, list_models, load_spec
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-ASSETS = ("fits.js", "timeline.js", "table.js", "iframe-worker.js", "site.css")
-TEXTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+ASSETS = ("fits.js", "timeline.js", "table.js", "iframe-worker.js", "site.css", "logo.svg")
+TEXTS = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+# Pages of the API: a title, and the packages whose public names stand there; names of other packages are in `measure`.
+API = {
+    "plan": ("Plans", {"any_plan", "graph", "planning"}),
+    "in_place": ("Networks in place", {"in_place"}),
+    "convert": ("Convert and export", {"conversion"}),
+    "measure": ("Count, compare and verify", {"analysis"}),
+    "models": ("Models of the zoo", {"data", "model", "spec"}),
+    "runtime": ("revzoo.runtime", {"runtime"}),
+    "errors": ("revzoo.errors", {"errors"}),
+}
 LINE = 80  # characters of code that a page shows
 _CODE = re.compile(r"^```(?:bash|python)\n.*?^```$", re.MULTILINE | re.DOTALL)
 _PICTURE = re.compile(r'<img [^>]*src="([^"]+)"[^>]*>')
+_COLOR = re.compile(r"\x1b\[[\d;]*m")  # of a terminal
 SCRIPTS = {"fits.md": ("data.js", "timeline.js", "fits.js"), "zoo.md": ("table.js",)}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Give every page the style."""
+    """Give every page the style, and the version."""
     config.extra_css.append("assets/site.css")
+    config.copyright = f"revzoo {revzoo.__version__} · Apache-2.0"
     return config
 
 
@@ -49,7 +64,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for picture in sorted((ROOT / "benchmarks/results").rglob("*.png")):
         add(str(picture.relative_to(ROOT)), abs_src_path=str(picture))
     add("assets/data.js", content=_write_data(table))
-    add("api.md", content=_write_api())
+    for page, content in _write_api().items():
+        add(f"api/{page}.md", content=content)
+    for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
+        text, pictures = _write_notebook(notebook)
+        add(f"examples/{notebook.stem}.md", content=text)
+        for name, content in pictures.items():
+            add(f"examples/{name}", content=content)
     add("zoo.md", content=_write_zoo(table))
     for name in list_models():
         add(f"models/{name}.md", content=_write_model(load_spec(name), table[name]))
@@ -64,7 +85,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Link pictures to their full size, and add the scripts of the page alone."""
-    html = _PICTURE.sub(r'<a href="\1">\g<0></a>', html)
+    html = _PICTURE.sub(r'<a class="picture" href="\1">\g<0></a>', html)
     scripts = SCRIPTS.get(page.file.src_uri, ())
     return html + "".join(f'<script src="assets/{name}"></script>\n' for name in scripts)
 
@@ -93,10 +114,41 @@ def _write_data(table: dict[str, Any]) -> str:
     return "".join(f"const {name} = {json.dumps(value)};\n" for name, value in data.items())
 
 
-def _write_api() -> str:
-    intro = "# API\n\nThe public names of `revzoo`. Each is imported as `revzoo.NAME`.\n\n"
-    homes = {name: getattr(revzoo, name).__module__ for name in sorted(revzoo.__all__, key=str.lower)}
-    return intro + "".join(f"::: {home}.{name}\n\n" for name, home in homes.items())
+def _write_api() -> dict[str, str]:
+    """Return the pages of the API: every public name with its docstring and its source."""
+    texts = {page: f"# {title}\n\n" for page, (title, _) in API.items()}
+    failures = [name for name in vars(errors) if name.endswith("Error")]
+    names = {revzoo: revzoo.__all__, runtime: runtime.__all__, errors: failures}
+    for owner, name in [(owner, name) for owner, own in names.items() for name in sorted(own, key=str.lower)]:
+        home = getattr(owner, name).__module__
+        package = (home if owner is revzoo else owner.__name__).split(".")[1]
+        page = next((page for page, (_, packages) in API.items() if package in packages), "measure")
+        texts[page] += f"::: {home}.{name}\n\n"
+    return texts
+
+
+def _write_notebook(notebook: Path) -> tuple[str, dict[str, bytes]]:
+    """Return a notebook as a page, and the pictures of its outputs by their names."""
+    parts, pictures = [], {}
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source.replace("](../docs/", "](../"))
+            continue
+        language = "bash" if source.startswith("%%bash") else "python"
+        source = source.removeprefix("%%bash\n")
+        parts.append(f"```{language}\n{source}\n```")
+        printed = "".join(text for output in cell["outputs"] for text in output.get("text", ()))
+        for data in (output.get("data", {}) for output in cell["outputs"]):
+            if "image/png" in data:
+                name = f"{notebook.stem}_{len(pictures)}.png"
+                pictures[name] = base64.b64decode("".join(data["image/png"]))
+                printed += f"\n![]({name})"
+            else:
+                printed += "".join(data.get("text/plain", ()))
+        text, _, picture = _COLOR.sub("", printed).partition("\n![]")
+        parts += [f"```text\n{text.rstrip()}\n```"] * bool(text.strip()) + [f"![]{picture}"] * bool(picture)
+    return "\n\n".join(parts), pictures
 
 
 def _write_zoo(table: dict[str, Any]) -> str:
@@ -132,13 +184,17 @@ gradients and optimizer state, too.
 def _list_cells(name: str, row: dict[str, Any]) -> Iterator[str]:
     stored, inverted = (row["activation_bytes"][mode] for mode in ("store", "invert"))
     twin = row["twin_activation_bytes"]
-    weights = "" if row["weights"] is None else ", ".join(f"{key} {value:g}" for key, value in row["weights"].items())
     yield f'<td><a href="models/{name}.html">{name}</a></td><td>{row["family"]}</td><td>{row["input"]}</td>'
     yield f'<td data-value="{row["parameters"]}">{row["parameters"]:,}</td>'
     yield f'<td data-value="{row["macs"]}">{format_macs(row["macs"])}</td>'
     for size in (stored, inverted, twin):
         yield f'<td data-value="{size or 0}">{"" if size is None else format_bytes(size)}</td>'
-    yield f"<td>{weights}</td>"
+    yield f"<td>{_describe_weights(row)}</td>"
+
+
+def _describe_weights(row: dict[str, Any]) -> str:
+    metrics = row["weights"] or {}
+    return ", ".join(f"{metric.label} {metric.format(metrics[metric.key])}" for metric in METRICS if metric.key in metrics)
 
 
 def _write_model(spec: Spec, row: dict[str, Any]) -> str:
@@ -181,7 +237,7 @@ def _list_facts(row: dict[str, Any]) -> dict[str, str]:
         counted = "" if twin_bytes is None else f", {format_bytes(twin_bytes)} of activations"
         facts["ordinary network"] = f"{twin['library']} {twin['name']}{counted}"
     if row["weights"] is not None:
-        facts["weights"] = "shipped, " + ", ".join(f"{metric} {value:g}" for metric, value in row["weights"].items())
+        facts["weights"] = f"shipped, {_describe_weights(row)}"
     return facts
 
 

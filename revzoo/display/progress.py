@@ -38,7 +38,7 @@ class TrainingDisplay:
             BarColumn(bar_width=8),  # leaves room for the numbers on 80 columns
             TextColumn("{task.completed}/{task.total}  {task.fields[words]}"),
             console=self.console,
-            disable=not (shown and self.console.is_terminal),
+            disable=not (shown and sys.stdout.isatty()),  # Jupyter sets FORCE_COLOR, which rich takes for a terminal
             transient=True,
         )
 

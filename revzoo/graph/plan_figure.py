@@ -23,7 +23,7 @@ from revzoo.graph.plan_table import name_parts
 from revzoo.planning.comparison import SchedulePoint
 from revzoo.runtime.mode import Mode
 
-_SIDE, _STEP = 3.2, 10.6  # widths of both panels [inch]
+_SIDE, _STEP = 2.2, 6.0  # widths of both panels [inch]
 _NARROWEST = 0.14  # part of a module that is named [inch]
 _COLORS = {"keeps": MODE_COLORS[Mode.STORE], "again": MODE_COLORS[Mode.RECOMPUTE], "neither": LIGHT_GREY}
 _MEANINGS = {

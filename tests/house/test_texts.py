@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import transformers
 from PIL import Image
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import revzoo
 import zoo_cli
@@ -25,7 +27,7 @@ NOT_RUN = (
     "torchrun ",
 )
 # They train and plan, as tests of these packages do with less.
-LONG = {"README.md", "convert.md", "distributed.md", "fits.md", "planning.md", "sweeps.md", "training.md"}
+LONG = {"README.md", "convert.md", "distributed.md", "fits.md", "planning.md", "start.md", "sweeps.md", "training.md"}
 # Typed in tests/walks, where somebody looks at what is printed: the README's commands, and these sections.
 WALKED = {"training.md": ("Your own images", "Use what was trained", "Watch, and stop early", "Texts")}
 NEEDED = {"sweeps.md": "optuna"}  # what a page shows that is not among the extras
@@ -76,6 +78,9 @@ def test_everything_shown_runs(document, tmp_path, monkeypatch, own_registries):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REVZOO", str(ROOT))
     write_photos()
+    if document.name == "index.md":  # shows a network of the hub
+        tiny = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=4, num_attention_heads=1)
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name: LlamaForCausalLM(tiny))
     names, output = {"__name__": "__main__"}, ""
     for language, body in fences(document, WALKED.get(document.name, ())):
         if language == "yaml":
@@ -87,7 +92,7 @@ def test_everything_shown_runs(document, tmp_path, monkeypatch, own_registries):
                 exec(compile(body, document.name, "exec"), names)
             output = printed.getvalue()
         elif language == "bash":
-            for command in commands(body) if document.name != "README.md" else ():
+            for command in commands(body) if document.name not in ("README.md", "index.md") else ():
                 run(command)
         else:
             assert (language, body) == ("text", output)
@@ -146,6 +151,14 @@ def leads_somewhere(document: Path, link: str) -> bool:
     return heading in {
         re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in file.read_text().split("\n")
     }
+
+
+def test_messages_that_are_explained_are_those_of_the_code():
+    parts = re.compile(r'" *\n\s*f?"|\{[^{}]*\}')  # a message goes on in the next line, and holds values
+    code = "".join(parts.sub("", path.read_text()) for path in sorted((ROOT / "revzoo").rglob("*.py")))
+    messages = re.findall(r'^### "(.*)"$', (ROOT / "docs/troubleshooting.md").read_text(), flags=re.M)
+    assert len(messages) >= 12
+    assert [words for message in messages for words in message.split("...") if words.strip(" .") not in code] == []
 
 
 def test_claims_nobody_can_keep_are_not_made():

@@ -69,8 +69,14 @@ def test_nothing_is_loaded_from_the_network(site, pages):
 
 def test_every_model_has_a_page_and_every_public_name_an_entry(site, pages):
     assert {file.stem for file in (site / "models").glob("*.html")} == set(revzoo.list_models())
-    anchors = pages[site / "api.html"].anchors
+    anchors = {anchor for file in (site / "api").glob("*.html") for anchor in pages[file].anchors}
     assert {name for name in revzoo.__all__ if not any(anchor.endswith(f".{name}") for anchor in anchors)} == set()
+
+
+def test_search_knows_the_words_that_readers_type(site):
+    text = (site / "search/search_index.js").read_text(encoding="utf-8").lower()
+    words = ("oom", "out of memory", "reproduce", "lightning", "citation", "quickstart")
+    assert [word for word in words if word not in text] == []
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +137,7 @@ def test_a_network_on_one_tensor_is_drawn_with_one_line(site):
 
 
 def test_sections_of_docstrings_are_tables(site):
-    api = (site / "api.html").read_text(encoding="utf-8")
+    api = "".join(file.read_text(encoding="utf-8") for file in (site / "api").glob("*.html"))
     assert not re.findall(r"<p>(?:Args|Raises|Returns):", api)
     assert re.search(r"<strong>Cost:</strong> time of two training steps", api)
 

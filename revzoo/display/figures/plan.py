@@ -29,7 +29,7 @@ from revzoo.planning.plan import Plan
 from revzoo.runtime.mode import Mode
 
 RIGHT, GAP = 0.3, 0.25  # margins after the last axes and between axes [inch]
-_PHASE, _MIN_WIDTH, _MAX_WIDTH = 0.17, 6.6, 12.5  # width of a phase, and the limits for all phases together [inch]
+_PHASE, _MIN_WIDTH, _MAX_WIDTH = 0.1, 4.8, 8.0  # width of a phase, and the limits for all phases together [inch]
 
 
 def plot_plan(
@@ -50,7 +50,7 @@ def plot_plan(
     """
     count = len(plan.phase_peaks)
     span = min(max(_PHASE * count, _MIN_WIDTH), _MAX_WIDTH)
-    side = 3.2 if front else 0.0
+    side = 2.2 if front else 0.0
     below = unit_names_height(plan.units, span / count)
     width = LEFT + span + (side + GAP if front else 0) + RIGHT
     figure, memory, cells, names, beside = lay_out(width, span, below, mode_legend_height(plan.schedule, width), side)
@@ -92,7 +92,7 @@ def lay_out(
     width: float, span: float, below: float, legend: float, side: float
 ) -> tuple[Figure, Axes, Axes, Axes, Axes | None]:
     """Return a figure with axes for memory, the cells and names below it, and other budgets beside it [inch]."""
-    bottom, rise = legend + below + 0.4, 3.75
+    bottom, rise = legend + below + 0.4, 3.2
     height = bottom + rise + 1.35
     figure = new_figure(width, height)
 

@@ -1,0 +1,27 @@
+"""The notebooks in examples/ run, and show what they print."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # those of Jupyter
+@pytest.mark.parametrize("notebook", EXAMPLES, ids=lambda path: path.stem)
+def test_it_runs(notebook, tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    client = nbclient.NotebookClient(
+        nbformat.read(notebook, as_version=4), timeout=300, resources={"metadata": {"path": tmp_path}}
+    )
+    client.execute()
+
+
+def test_every_cell_shows_what_it_does():
+    assert len(EXAMPLES) == 3
+    for notebook in EXAMPLES:
+        cells = json.loads(notebook.read_text())["cells"]
+        assert sum(bool(cell["outputs"]) for cell in cells if cell["cell_type"] == "code") >= 4
+        assert "Traceback" not in notebook.read_text()
