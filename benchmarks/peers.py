@@ -3,7 +3,7 @@
     python benchmarks/peers.py --out benchmarks/results/cpu     an hour or two on 2 CPU cores
     python benchmarks/peers.py --quick                          fewer blocks and rounds, nothing that compiles: minutes
 
-docs/benchmark.md says what is measured, and how. Afterwards `python benchmarks/readme.py` puts the figures into the README.
+docs/benchmark.md says what is measured, and how. Afterwards `python benchmarks/readme.py` puts the figures there.
 """
 
 import argparse

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 BEGIN = "<!-- Written by `python benchmarks/readme.py` from the results. -->\n"
 END = "<!-- End of what is written. -->\n"
+PLAN = "revzoo plan timm:vit_base_patch16_224 --batch 256 --budget 21.6GB"
 CHAINS = {"transformer": "transformer", "conv": "convolutions"}
 METHODS = {"store": "`store`", "checkpoint": "`torch.utils.checkpoint` per block"}
 METHODS |= {"recompute": "`recompute`", "invert": "`invert`"}
@@ -33,8 +34,38 @@ def write_section(page: str, lines: Iterable[str]) -> str:
     return f"{before}{BEGIN}{''.join(line + chr(10) for line in lines)}{END}{after}"
 
 
+def describe_headlines() -> Iterator[str]:
+    """Yield the caption of the README's picture, and three numbers with the commands that repeat them."""
+    plan, runtime = (json.loads(file.read_text()) for file in (ROOT / "docs/vit_base_plan.json", RESULTS / "runtime.json"))
+    report = ComparisonReport.from_dict(json.loads((RESULTS / "peers.json").read_text()))
+    stored, peak = (plan[f"{which}peak_bytes"] / 1e9 for which in ("no_recompute_", ""))
+    yield from wrap(
+        f"*A training step of timm's ViT-B on 256 images: {stored:.1f} GB with everything stored, {peak:.1f} GB as planned, which fits "
+        "a card of 24 GB.*"
+    )
+    yield ""
+    more, less = plan["extra_flops"] / plan["total_flops"], 1 - peak / stored
+    depth, inverted = list(find(runtime, "peak activation memory, in streams", "transformer", "invert").items())[-1]
+    kept = find(runtime, "peak activation memory, in streams", "transformer", "store")[depth]
+    best = max(report.count_passed(name)[0] for name in ("memcnn", "RevTorch", "revlib", "reformer_pytorch"))
+    for lead, text, command in (
+        (f"{less:.0%} less memory for {more:.1%} more FLOPs", "in that step, with the same gradients to the bit", PLAN),
+        (
+            f"{inverted:.0f} activations instead of {kept:.0f}",
+            f"at the peak of a reversible transformer of {depth} blocks, and as many of one twice as deep",
+            "python benchmarks/runtime.py",
+        ),
+        (
+            f"{format_passed(report, 'revzoo invert')} things that training scripts do",
+            f"are right; the next best package that rebuilds activations does {best}",
+            "python benchmarks/peers.py",
+        ),
+    ):
+        yield from textwrap.wrap(f"- **{lead}** {text} (`{command}`)", 127, subsequent_indent="  ", break_on_hyphens=False)
+
+
 def describe_performance() -> Iterator[str]:
-    """Yield the lines of the README's section."""
+    """Yield the lines of the section of docs/benchmark.md."""
     yield from describe_modes(json.loads((RESULTS / "runtime.json").read_text()))
     yield ""
     yield from describe_lookahead(json.loads((RESULTS / "lookahead.json").read_text()))
@@ -91,10 +122,7 @@ def describe_peers(results: dict[str, Any]) -> Iterator[str]:
     """Yield the table of all methods."""
     report = ComparisonReport.from_dict(results)
     depths = [" and ".join(map(str, report.find("peak", net.name, report.methods[0]))) for net in NETS]
-    yield from wrap(
-        "The same blocks by PyTorch alone and by other packages, measured with `python benchmarks/peers.py` "
-        "([what it does](docs/benchmark.md)):"
-    )
+    yield "The same blocks by PyTorch alone and by other packages, measured with `python benchmarks/peers.py`:"
     yield ""
     yield "| method | transformer: peak [streams] | FLOPs | time | convolutions: peak [streams] | FLOPs | time | checks |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -111,7 +139,7 @@ def describe_peers(results: dict[str, Any]) -> Iterator[str]:
         f"On {describe_machine(results)} ({versions}). All figures: `benchmarks/results/cpu/peers.json`."
     )
     yield ""
-    yield "![Memory, FLOPs and checks of every method](benchmarks/results/cpu/peers.png)"
+    yield "![Memory, FLOPs and checks of every method](../benchmarks/results/cpu/peers.png)"
 
 
 def describe_numerics() -> Iterator[str]:
@@ -293,7 +321,8 @@ REVERSIBLE = {
     "accuracy": describe_reversible_accuracy,
 }
 PAGES = {
-    "README.md": describe_performance,
+    "README.md": describe_headlines,
+    "docs/benchmark.md": describe_performance,
     "docs/numerics.md": describe_numerics,
     "docs/reversible.md": describe_reversible,
     "docs/distributed.md": describe_distributed,

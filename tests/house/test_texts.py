@@ -29,7 +29,10 @@ NOT_RUN = (
 # They train and plan, as tests of these packages do with less.
 LONG = {"README.md", "convert.md", "distributed.md", "fits.md", "planning.md", "start.md", "sweeps.md", "training.md"}
 # Typed in tests/walks, where somebody looks at what is printed: the README's commands, and these sections.
-WALKED = {"training.md": ("Your own images", "Use what was trained", "Watch, and stop early", "Texts")}
+WALKED = {
+    "start.md": ("Look around",),
+    "training.md": ("Your own images", "Use what was trained", "Watch, and stop early", "Texts"),
+}
 NEEDED = {"sweeps.md": "optuna"}  # what a page shows that is not among the extras
 SHORT = ("train.epochs=1", "data.batch_size=256", "schedule.warmup_epochs=0", "model.overrides=[stages.0.depth=1]")
 
