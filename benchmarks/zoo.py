@@ -17,7 +17,7 @@ from zoo_card import count_card
 import revzoo
 from revzoo.analysis.counting import report_model
 from revzoo.checkpoint import index
-from revzoo.format import format_bytes, format_flops, format_shape
+from revzoo.format import format_bytes, format_macs, format_shape
 from revzoo.model.create import create
 from revzoo.runtime.mode import Mode
 from revzoo.spec import ImageInput, Input, Spec, load_spec
@@ -32,7 +32,7 @@ _PAGE = """\
 `python benchmarks/zoo.py` writes this page. It measures a model if the row in `docs/zoo.json` belongs to another spec or twin;
 delete that file to measure all models again. `revzoo show NAME` says more about one model.
 
-FLOPs are those of a forward of one example, where a multiply-add counts once; norms and activation functions are left out.
+MACs are the multiply-adds of a forward of one example, half of its FLOPs; norms and activation functions are left out.
 Memory is the peak of all activations in a training step in float32, without weights, gradients and batch, for 32 images or 8
 texts. It is counted on the meta device. In the columns `recompute` and `invert` the stem, transitions, fuse and head still
 store their activations, a large share in a network with few blocks per stage. With these set to `recompute` too (schedule
@@ -40,7 +40,7 @@ store their activations, a large share in a network with few blocks per stage. W
 weights, as PyTorch does on CPUs; fused GPU kernels do not. The twin is the ordinary network of which the model is the
 reversible version, with the memory that it needs for the same batch.
 
-| model | input | parameters | FLOPs | store | recompute | invert | twin | source | weights |
+| model | input | parameters | MACs | store | recompute | invert | twin | source | weights |
 |---|---|---:|---:|---:|---:|---:|---|---|---|
 """
 
@@ -124,7 +124,7 @@ def _format_cells(name: str, row: Row) -> list[str]:
         f"[{name}](../specs/models/{row['family']}/{name}.yaml)",
         row["input"],
         f"{row['parameters']:,}",
-        format_flops(row["flops"]),
+        format_macs(row["flops"]),
         *(format_bytes(row["activation_bytes"][mode]) for mode in _MODES),
         _format_twin(row),
         row["source"].replace("|", "\\|"),

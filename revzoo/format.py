@@ -16,6 +16,11 @@ def format_flops(flops: int) -> str:
     return _scale(flops, "FLOP")
 
 
+def format_macs(macs: int) -> str:
+    """Return a number of multiply-adds such as "17.6 GMAC". Papers call them FLOPs, which are twice as many."""
+    return _scale(macs, "MAC")
+
+
 def format_count(count: int) -> str:
     """Return a number of parameters such as "87.3 M"."""
     return _scale(count, "").rstrip()

@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 
 import revzoo
 from revzoo import errors, runtime
-from revzoo.format import format_bytes, format_flops
+from revzoo.format import format_bytes, format_macs
 from revzoo.metric import METRICS
 from revzoo.spec import ImageInput, Spec, list_models, load_spec
 
@@ -153,14 +153,14 @@ def _write_notebook(notebook: Path) -> tuple[str, dict[str, bytes]]:
 def _write_zoo(table: dict[str, Any]) -> str:
     families = sorted({row["family"] for row in table.values()})
     options = "".join(f"<option>{family}</option>" for family in families)
-    heads = ("model", "family", "input", "parameters", "FLOPs", "stored", "inverted", "twin", "weights")
+    heads = ("model", "family", "input", "parameters", "MACs", "stored", "inverted", "twin", "weights")
     rows = "".join(f"<tr>{''.join(_list_cells(name, row))}</tr>\n" for name, row in table.items())
     return f"""---
 hide: [toc]
 ---
 # The zoo
 
-Click a heading to sort. FLOPs are those of a forward of one example, where a multiply-add counts once. Stored, inverted and
+Click a heading to sort. MACs are the multiply-adds of a forward of one example, half of its FLOPs. Stored, inverted and
 twin are the activations at the peak of a training step in float32, for 32 images or 8 texts: with everything kept, with
 reversible steps computed again in backward, and of the ordinary network. [What fits my card?](fits.md) counts weights,
 gradients and optimizer state, too.
@@ -185,7 +185,7 @@ def _list_cells(name: str, row: dict[str, Any]) -> Iterator[str]:
     twin = row["twin_activation_bytes"]
     yield f'<td><a href="models/{name}.html">{name}</a></td><td>{row["family"]}</td><td>{row["input"]}</td>'
     yield f'<td data-value="{row["parameters"]}">{row["parameters"]:,}</td>'
-    yield f'<td data-value="{row["flops"]}">{format_flops(row["flops"])}</td>'
+    yield f'<td data-value="{row["flops"]}">{format_macs(row["flops"])}</td>'
     for size in (stored, inverted, twin):
         yield f'<td data-value="{size or 0}">{"" if size is None else format_bytes(size)}</td>'
     yield f"<td>{_describe_weights(row)}</td>"
@@ -230,7 +230,7 @@ def _list_facts(row: dict[str, Any]) -> dict[str, str]:
     sizes = row["activation_bytes"]
     twin, twin_bytes = row["twin"], row["twin_activation_bytes"]
     facts = {"family": row["family"], "input": row["input"], "parameters": f"{row['parameters']:,}"}
-    facts["a forward of one example"] = format_flops(row["flops"])
+    facts["a forward of one example"] = format_macs(row["flops"])
     facts |= {f"activations, mode `{mode}`": format_bytes(sizes[mode]) for mode in ("store", "recompute", "invert")}
     if twin is not None:
         counted = "" if twin_bytes is None else f", {format_bytes(twin_bytes)} of activations"

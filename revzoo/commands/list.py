@@ -17,7 +17,7 @@ def declare(parser: Parser) -> None:
     parser.add_argument("pattern", nargs="?", default="*", help="shell-style, such as 'rev_vit*'")
     declare_import(parser)
     parser.add_argument("--recipes", action="store_true", help="list the recipes of revzoo train instead")
-    parser.add_argument("--long", action="store_true", help="also parameters, FLOPs, memory and weights, or what a recipe does")
+    parser.add_argument("--long", action="store_true", help="also parameters, MACs, memory and weights, or what a recipe does")
 
 
 def run(arguments: argparse.Namespace) -> int:

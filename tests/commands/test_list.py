@@ -12,7 +12,7 @@ def test_long_lists_what_was_measured_and_dashes_for_own_models(run, monkeypatch
     lines = run("list", "rev_vit_[dow]*", "--long").splitlines()
     rows = [words for line in lines if (words := line.replace("│", " ").split()) and words[0].startswith("rev_vit_")]
     assert rows == [
-        ["rev_vit_digits", "302,794", "4.92", "MFLOP", "12.8", "MiB", "2.1", "MiB", "98.87", "%"],
+        ["rev_vit_digits", "302,794", "4.92", "MMAC", "12.8", "MiB", "2.1", "MiB", "98.87", "%"],
         ["rev_vit_own", *"-----"],
     ]
     assert max(map(len, lines)) <= 80

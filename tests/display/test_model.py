@@ -46,11 +46,11 @@ def test_every_question_is_answered(vit):
         "What is kept for backward, batch of 2 images",
         "node: patch_embed",
         "stages.0",
-        "FLOP per image, a multiply-add counted once",
+        "MAC per image",
         "activations at the peak",
         "source",
         "rev_vit_digits.safetensors (top1 98.87; trained by: revzoo train",
-        "timm plain: 2,400 parameters, 2.37 kFLOP per image",
+        "timm plain: 2,400 parameters, 2.37 kMAC per image",
         "parameters: 302794, but it has ",
         " twin:",
     ):

@@ -46,3 +46,16 @@ def test_the_cause_is_said_although_torchrun_stops_the_process(when):
 def test_a_process_that_is_stopped_says_so():
     script = SCRIPT.replace('raise RuntimeError("gloo: Connection closed by peer")', "pass")
     assert end(script, "while cleaning up") == (128 + signal.SIGINT, ["revzoo: stopped"])
+
+
+def test_a_pipe_gets_lines_although_colors_are_forced():
+    script = """
+from types import SimpleNamespace
+from revzoo.display.progress import TrainingDisplay
+with TrainingDisplay(True, 1, 2, SimpleNamespace(train=[0, 0], example_noun="images", label_noun="label"), 0.0) as display:
+    display.start_epoch(0, 0, 2)
+    display.step(1, 0.5, 0.1)
+"""
+    environment = os.environ | {"FORCE_COLOR": "1"}  # as Jupyter sets it
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("epoch 1/1  1/2  loss 0.5000")

@@ -12,7 +12,7 @@ from revzoo.analysis.report import ModelReport, PartReport
 from revzoo.display.figures.base import draw_heading, new_figure, save, simplify_axes
 from revzoo.display.style import BLUE, INK, LIGHT_BLUE, LIGHT_GREY, MODE_COLORS, PALE
 from revzoo.display.tables.model import describe_twin
-from revzoo.format import format_bytes, format_count, format_flops, format_shape
+from revzoo.format import format_bytes, format_count, format_macs, format_shape
 
 _INCHES = {"stage": 1.75, "node": 1.35, "bijection": 1.3}  # width of a column
 _FILL = {"stage": LIGHT_BLUE, "node": LIGHT_GREY, "bijection": "white"}
@@ -39,7 +39,7 @@ def plot_model(report: ModelReport, path: str | Path) -> None:
 def _summarise(report: ModelReport) -> list[str]:
     peaks = ", ".join(f"{format_bytes(report.memory[mode].activation_bytes)} {mode}" for mode in MODE_COLORS)
     lines = [
-        f"{report.parameters:,} parameters, {format_flops(report.flops)} per {report.example}, "
+        f"{report.parameters:,} parameters, {format_macs(report.flops)} per {report.example}, "
         + (f"{report.steps} reversible steps" if report.steps else "one tensor instead of two streams"),
         f"activations at the peak, {report.batch_size} {report.example}s: {peaks}",
     ]

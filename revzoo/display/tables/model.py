@@ -7,7 +7,7 @@ from rich.table import Table
 from revzoo.analysis.report import ModelReport, TwinReport
 from revzoo.display.tables.base import DottedName, fill, make_plain_table, make_table
 from revzoo.display.tables.memory import MemoryTable
-from revzoo.format import format_bytes, format_flops, format_shape
+from revzoo.format import format_bytes, format_macs, format_shape
 
 _CAPTION = (
     "With invert, any number of consecutive steps keeps one pair of streams; a bijection between them keeps nothing. Nodes "
@@ -37,7 +37,7 @@ def _tabulate_facts(report: ModelReport) -> Table:
     table.add_row("parameters", f"{report.parameters:,}{share}")
     coupled = f"{report.steps}, coupling {report.coupling}"
     table.add_row("reversible steps", coupled if report.steps else "none: one tensor instead of two streams")
-    table.add_row("forward", f"{format_flops(report.flops)} per {report.example}, a multiply-add counted once")
+    table.add_row("forward", f"{format_macs(report.flops)} per {report.example}")
     ratios = ", ".join(f"{ratio:.4f} with {schedule}" for schedule, ratio in report.flop_ratios.items() if schedule != "store")
     table.add_row("forward + backward", f"FLOPs relative to store: {ratios}")
     if report.twin is not None:
@@ -49,7 +49,7 @@ def describe_twin(twin: TwinReport, example: str) -> str:
     """Return a line about the twin: its name and size, or why it was not measured."""
     if twin.parameters is None or twin.flops is None:
         return f"{twin.library} {twin.name}: not measured, {twin.problem}"
-    return f"{twin.library} {twin.name}: {twin.parameters:,} parameters, {format_flops(twin.flops)} per {example}"
+    return f"{twin.library} {twin.name}: {twin.parameters:,} parameters, {format_macs(twin.flops)} per {example}"
 
 
 def _tabulate_parts(report: ModelReport) -> Table:
