@@ -17,6 +17,7 @@ from torch.jit._trace import is_tracing
 from revzoo.errors import InputError, RecoveryError, RevzooError
 
 _FORWARD_MODE = "Jvp"
+_OURS = "revzoo.", "torch."  # modules that no user has written
 _LONGEST = 300  # characters of PyTorch's message
 _NAMES = {"Grad": "torch.func.grad (vjp, jacrev, hessian)", "Vmap": "torch.vmap", _FORWARD_MODE: "torch.func.jvp (jacfwd)"}
 
@@ -32,7 +33,7 @@ def must_store() -> bool:
 @cache
 def _warn_once(transform: str) -> None:
     frames = enumerate(walk_stack(sys._getframe()), 1)
-    outside = (level for level, (frame, _) in frames if not frame.f_globals["__name__"].startswith(("revzoo.", "torch.")))
+    outside = (level for level, (frame, _) in frames if not frame.f_globals.get("__name__", "").startswith(_OURS))
     warnings.warn(
         f"Everything is stored inside {_NAMES.get(transform, transform)}, which does not support the hooks on saved tensors "
         "that recovery needs. To save memory, use torch.autograd.grad or .backward() instead.",

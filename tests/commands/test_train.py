@@ -95,6 +95,6 @@ def test_an_override_may_be_longer_than_the_name_of_a_file(run):
 
 def test_a_loss_that_is_not_finite_is_status_1(capsys, monkeypatch):
     scores = Scores({"top1": 10.0, "top5": 50.0}, float("nan"), 355)
-    monkeypatch.setattr("revzoo.training.evaluate_checkpoint.evaluate_checkpoint", lambda path, overrides: scores)
+    monkeypatch.setattr("revzoo.training.evaluate_checkpoint.evaluate_checkpoint", lambda path, overrides, **options: scores)
     assert zoo_cli.main(["eval", "."]) == 1
     assert "the loss is not finite" in capsys.readouterr().err
