@@ -40,8 +40,8 @@ def describe_headlines() -> Iterator[str]:
     report = ComparisonReport.from_dict(json.loads((RESULTS / "peers.json").read_text()))
     stored, peak = (plan[f"{which}peak_bytes"] / 1e9 for which in ("no_recompute_", ""))
     yield from wrap(
-        f"*A training step of timm's ViT-B on 256 images: {stored:.1f} GB with everything stored, {peak:.1f} GB as planned, which "
-        "fits a card of 24 GB.*"
+        f"*A training step of timm's ViT-B on 256 images: {stored:.1f} GB with everything stored, {peak:.1f} GB as planned, "
+        "which fits a card of 24 GB.*"
     )
     yield ""
     more, less = plan["extra_flops"] / plan["total_flops"], 1 - peak / stored

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # revzoo list does without torch
     from torch import Tensor
 
 
@@ -21,7 +21,7 @@ class Metric:
 
     key: str
     label: str
-    measure: Callable[["Tensor", "Tensor"], "Tensor"]
+    measure: "Callable[[Tensor, Tensor], Tensor]"
     trivial_outputs: int
 
     def format(self, value: float) -> str:
@@ -29,7 +29,7 @@ class Metric:
         return f"{value:.2f} %"
 
 
-def _count_hits(k: int) -> Callable[["Tensor", "Tensor"], "Tensor"]:
+def _count_hits(k: int) -> "Callable[[Tensor, Tensor], Tensor]":
     """Return a function that says of each label whether it is among the k highest logits; ties: one order for all k."""
     return lambda logits, labels: (logits.topk(min(max(5, k), logits.shape[-1])).indices[..., :k] == labels[..., None]).any(-1)
 

@@ -28,15 +28,19 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(
             "Name the file to write: --onnx network.onnx, or --out back.safetensors for a network that revzoo convert wrote."
         )
-    if arguments.out is not None:
-        from revzoo.conversion.export import export
+    from revzoo.display.console import show_status
 
-        count = export(arguments.model, arguments.out, arguments.weights)
+    if arguments.out is not None:
+        with show_status("exporting"):
+            from revzoo.conversion.export import export
+
+            count = export(arguments.model, arguments.out, arguments.weights)
         print(f"{arguments.out}: {count} tensors under the original's names.")
     if arguments.onnx is not None:
-        from revzoo.conversion.onnx_file import export_onnx
-        from revzoo.model.trained import create_trained
+        with show_status("exporting, and comparing with onnxruntime"):
+            from revzoo.conversion.onnx_file import export_onnx
+            from revzoo.model.trained import create_trained
 
-        difference = export_onnx(create_trained(arguments.model, checkpoint=arguments.weights), arguments.onnx)
+            difference = export_onnx(create_trained(arguments.model, checkpoint=arguments.weights), arguments.onnx)
         print(f"{arguments.onnx}: onnxruntime's outputs differ from the model's by {difference:.1e} of the largest.")
     return 0

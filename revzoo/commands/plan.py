@@ -111,14 +111,15 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
         raise InputError(
             f"Overrides, --solver knapsack and ranges of batch sizes: for models of the zoo. Received: {name}. Leave them out."
         )
-    import torch
-
     from revzoo.display.console import show_status
-    from revzoo.graph import plan_module
-    from revzoo.graph.named_module import create_named_module
-    from revzoo.graph.plan_table import tabulate_module_plan
 
     with show_status("planning") as report:
+        import torch
+
+        from revzoo.graph import plan_module
+        from revzoo.graph.named_module import create_named_module
+        from revzoo.graph.plan_table import tabulate_module_plan
+
         torch.manual_seed(0)
         module, batch = create_named_module(name, arguments.batch)
         optimizer = create_optimizer(arguments.optimizer, module)
@@ -147,17 +148,19 @@ def _plan_of_the_zoo(arguments: argparse.Namespace) -> "Plan":
                 f"here. Received: --budget {arguments.budget}{' and a range of batch sizes' if has_range else ''}."
             )
         arguments.meta = True
-    from revzoo.analysis.dry_run import accumulated_gradients
     from revzoo.display.console import show_status
-    from revzoo.planning.budget import parse_budget
 
-    model = create_model(arguments)
-    parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
-    settings = {
-        "solver": arguments.solver,
-        "optimizer": create_optimizer(arguments.optimizer, model),
-        "loss": create_loss(arguments.loss, model),
-    }
+    with show_status("creating the model"):
+        from revzoo.analysis.dry_run import accumulated_gradients
+        from revzoo.planning.budget import parse_budget
+
+        model = create_model(arguments)
+        parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
+        settings = {
+            "solver": arguments.solver,
+            "optimizer": create_optimizer(arguments.optimizer, model),
+            "loss": create_loss(arguments.loss, model),
+        }
     if arguments.ranks is not None:
         with show_status("planning"):
             result, profile = _plan_ranks(arguments, model, settings)

@@ -53,13 +53,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(
             f"Name images, or files of texts, after the model; or type revzoo predict {quote(arguments.model)} --text TEXT."
         )
-    import torch
+    from revzoo.display.console import show_status
 
-    from revzoo.spec.schema import ImageInput
-    from revzoo.training.prediction import describe_misfit, list_inputs, load_classifier, predict
+    with show_status("loading the model"):
+        import torch
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_classifier(arguments.model, device)
+        from revzoo.spec.schema import ImageInput
+        from revzoo.training.prediction import describe_misfit, list_inputs, load_classifier, predict
+
+        device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_classifier(arguments.model, device)
     inputs = list_inputs(model, arguments.files, arguments.column, arguments.text)
     if isinstance(model.spec.input, ImageInput):
         misfits = ((name, describe_misfit(model.spec.input, file)) for name, file in inputs)

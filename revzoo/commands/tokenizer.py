@@ -26,9 +26,12 @@ def declare(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train a tokenizer, and print how to use it."""
-    from revzoo.data.tokenizer import train_tokenizer
+    from revzoo.display.console import show_status
 
-    size, padding = train_tokenizer(arguments.files, arguments.vocabulary, arguments.out, arguments.kind, arguments.column)
+    with show_status("training the tokenizer"):
+        from revzoo.data.tokenizer import train_tokenizer
+
+        size, padding = train_tokenizer(arguments.files, arguments.vocabulary, arguments.out, arguments.kind, arguments.column)
     print(
         f"{arguments.out}: {size} tokens. Use it with {quote(f'data.text.tokenizer={arguments.out}')} "
         f"model.overrides=[input.vocabulary={size},input.padding={padding}]"

@@ -66,6 +66,10 @@ def _leave_group() -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from revzoo.display.console import show_status
+    from revzoo.training.terminal import read_rank
+
+    loading = show_status("loading PyTorch", shown=read_rank() == 0)
     recipes, overrides = split_overrides(arguments.recipe)
     if arguments.resume is not None:
         if recipes:
@@ -73,7 +77,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 f"A resumed run keeps its recipe. Received: --resume and {recipes[0]}. An override such as train.epochs=20 "
                 "lets it train longer."
             )
-        from revzoo.training.loop import resume
+        with loading:
+            from revzoo.training.loop import resume
 
         resume(arguments.resume, overrides, accept_changes=arguments.accept_changes)
         return 0
@@ -89,18 +94,18 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if arguments.smoke:
         overrides = [*_SMOKE, *overrides]
-    recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides, complete=not arguments.print_config)
+    with loading:  # from here on: the names that only timm knows are checked last
+        recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides, complete=not arguments.print_config)
+        if not arguments.print_config:
+            from revzoo.training.loop import preview, train, try_out
     if arguments.print_config:
         from revzoo.training.recipe_text import write_recipe
 
         print(write_recipe(recipe), end="")
+    elif arguments.dry_run:
+        preview(recipe)
+    elif arguments.smoke:
+        try_out(recipe)
     else:
-        from revzoo.training.loop import preview, train, try_out
-
-        if arguments.dry_run:
-            preview(recipe)
-        elif arguments.smoke:
-            try_out(recipe)
-        else:
-            train(recipe, arguments.out)
+        train(recipe, arguments.out)
     return 0

@@ -163,6 +163,7 @@ def test_what_is_imported_is_declared():
     [
         "import revzoo; revzoo.list_models(); revzoo.errors",
         "from revzoo.spec import list_models, list_recipes; list_models('rev*'); list_recipes()",
+        "from revzoo.metric import CHOSEN; CHOSEN.format(97.5)",  # of the table of revzoo list
     ],
 )
 def test_listing_needs_no_torch(statement, tmp_path):
@@ -171,6 +172,22 @@ def test_listing_needs_no_torch(statement, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_other_peoples_networks_need_nothing_that_draws_or_reads(tmp_path):
+    """Nor what only models of the zoo need."""
+    code = """
+import sys
+import revzoo, torch
+absent = ("matplotlib", "rich", "sklearn", "timm", "torchvision", "accelerate", "omegaconf", "yaml")
+sys.modules.update(dict.fromkeys(absent))  # whoever imports one of them gets an ImportError
+revzoo.reversible_, revzoo.runtime.ReversibleChain
+network = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+revzoo.plan(network, torch.randn(4, 8), budget="1MiB").apply(network)
+network(torch.randn(4, 8)).sum().backward()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def environment() -> dict[str, str]:

@@ -1,8 +1,10 @@
 """What is built from the checkout works without it."""
 
 import json
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -29,9 +31,12 @@ print(json.dumps({"models": models, "recipes": list_recipes(), "weights": sorted
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("dist")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    return build("wheel", ROOT, tmp_path_factory.mktemp("dist"))
+
+
+def build(target: str, source: Path, folder: Path) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
     (file,) = folder.iterdir()
     return file
 
@@ -73,3 +78,21 @@ def test_wheel_holds_what_it_should_and_nothing_else(wheel):
     assert len(packed) > 80
     assert not [name for name in names if "__pycache__" in name]
     assert "revzoo = zoo_cli:run" in entry_points
+
+
+def test_page_on_pypi_has_no_links_to_files_beside_it(wheel):
+    """`twine check` sees that it renders, and not where it leads."""
+    with zipfile.ZipFile(wheel) as archive:
+        (page,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
+    assert "Description-Content-Type: text/markdown" in page
+    assert "\n# revzoo\n" in page
+    assert not re.findall(r"\]\((?!https?:|#)", page)
+
+
+@pytest.mark.slow
+def test_source_distribution_builds_the_same_wheel(wheel, tmp_path):
+    with tarfile.open(build("sdist", ROOT, tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.glob("revzoo-*")
+    assert (source / "README.md").is_file()
+    assert build("wheel", source, tmp_path / "wheel").read_bytes() == wheel.read_bytes()
