@@ -37,14 +37,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(asdict(check), ensure_ascii=False))
         return int(is_bad)
-    rows = [(DottedName(name or "without"), *split.values()) for name, split in check.classes.items()]
-    total = ("all", *(sum(column) for column in zip(*(split.values() for split in check.classes.values()), strict=True)))
-    shown = [*(rows if len(rows) <= FEW else ()), total]
-    table = [(name, *(f"{count:,}" for count in counts)) for name, *counts in shown]
-    print_renderable(fill(make_table(), ("class", "training", "validation"), table))
-    least, median, most = ("x".join(map(str, size)) for size in check.sizes)
-    modes = "".join(f", {count:,} in {mode}" for mode, count in check.modes.items())
-    print(f"Sizes: {least} to {most} {'pixels' if check.noun == 'images' else 'characters'}, median {median}{modes}.")
+    splits = ("training", "validation")
+    total = {split: sum(counts[split] for counts in check.classes.values()) for split in splits}
+    shown = [*(check.classes.items() if len(check.classes) <= FEW else ()), ("all", total)]
+    table = [(DottedName(name or "without"), *(f"{counts[split]:,}" for split in splits)) for name, counts in shown]
+    print_renderable(fill(make_table(), ("class", *splits), table))
+    if check.sizes:
+        least, median, most = ("x".join(map(str, size)) for size in check.sizes)
+        modes = "".join(f", {count:,} in {mode}" for mode, count in check.modes.items())
+        print(f"Sizes: {least} to {most} {'pixels' if check.noun == 'images' else 'characters'}, median {median}{modes}.")
     for finding in check.findings:
         print_text(f"{'Problem' if finding.is_serious else 'Note'}: {finding.text}")
     for note in check.notes:

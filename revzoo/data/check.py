@@ -76,7 +76,7 @@ class DataCheck:
     Args:
         noun: what the examples are: "images" or "texts".
         classes: the number of examples of each class in each split.
-        sizes: the least, the median and the greatest.
+        sizes: the least, the median and the greatest; none where nothing can be read.
         modes: the number of images in each.
         findings: the worst first.
         notes: remarks of the reader, such as on files that are skipped.
@@ -115,7 +115,7 @@ def check_data(root: Path, column: str, label: str, report: Callable[[str], obje
             ]
         except DataError as error:
             findings.append(Finding("structure", True, str(error), []))
-            files = [(_SPLITS[0], file.parent.name, file) for file in list_images(root)]
+            files = [(_SPLITS[0], make_printable(file.parent.name), file) for file in list_images(root)]
         examples = [*_read_images(files, report)]
     noun, counts = "texts" if is_text else "images", Counter((e.label, e.split) for e in examples)
     findings = sorted(
@@ -125,9 +125,9 @@ def check_data(root: Path, column: str, label: str, report: Callable[[str], obje
         label: {split: counts[label, split] for split in _SPLITS}
         for label in sorted({e.label for e in examples}, key=natural_key)
     }
-    sizes = sorted((e.size for e in examples if e.size), key=prod) or [()]
+    sizes = sorted((e.size for e in examples if e.size), key=prod)
     modes = dict(Counter(e.mode for e in examples if e.mode).most_common())
-    return DataCheck(noun, classes, [sizes[k] for k in (0, len(sizes) // 2, -1)], modes, findings, notes)
+    return DataCheck(noun, classes, [sizes[k] for k in (0, len(sizes) // 2, -1) if sizes], modes, findings, notes)
 
 
 def _read_images(files: list[tuple[str, str, Path]], report: Callable[[str], object]) -> Iterator[Example]:

@@ -41,7 +41,7 @@ def test_classes_in_every_form(run, saved, image_folder, tmp_path, figures):
 
 
 def test_many_classes_are_a_table_on_demand(run, saved, monkeypatch):
-    monkeypatch.setattr("revzoo.commands.eval._FEW", 1)
+    monkeypatch.setattr("revzoo.commands.eval.FEW", 1)
     assert run(*saved).endswith("Each of the 2 classes: --per-class.\n")
     assert "recall" in run(*saved, "--per-class")
 
