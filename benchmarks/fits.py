@@ -29,7 +29,7 @@ from revzoo.graph.counted_step import count_step as count_planned
 from revzoo.graph.front import find_front
 from revzoo.graph.spans import Nest, Spans
 from revzoo.graph.step_record import Record, record
-from revzoo.on_card import checkpointed, compute_usual_loss, reversible_blocks
+from revzoo.on_card import checkpointed, compute_usual_loss, reversible_blocks, unpacked_texts
 
 Batch = Any
 
@@ -75,9 +75,7 @@ def _add_adapters(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 _LARGE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "use_cache": False}
-_LLAMA = partial(
-    _transformers, "LlamaForCausalLM", num_hidden_layers=32, intermediate_size=14336, vocab_size=128256, **_LARGE
-)
+_LLAMA = partial(_transformers, "LlamaForCausalLM", num_hidden_layers=32, intermediate_size=14336, vocab_size=128256, **_LARGE)
 _QWEN = partial(
     _transformers, "Qwen3ForCausalLM", num_hidden_layers=36, intermediate_size=12288, vocab_size=151936, head_dim=128, **_LARGE
 )
@@ -113,10 +111,18 @@ def count_row(network: Network) -> dict[str, Any]:
     """Return what a row of docs/zoo.json says, as far as the page needs it."""
     with torch.device("meta"):
         module = network.make()
-    ways: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {"store": nullcontext, "checkpointed": checkpointed, "reversible": reversible_blocks}
+    ways: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
+        "store": nullcontext,
+        "checkpointed": checkpointed,
+        "reversible": reversible_blocks,
+    }
     methods = []
     for name, change in ways.items():
-        with suppress(ConversionError), change(module):  # not every network has blocks that can be reversible
+        with (
+            suppress(ConversionError),
+            unpacked_texts(None),
+            change(module),
+        ):  # of networks without such blocks
             methods.append(_count_method(module, network, name))
     planned = {dtype: count_plans(module, network, dtype) for dtype in DTYPES}
     for number in range(len(SHARES)):
