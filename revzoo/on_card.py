@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -97,17 +97,17 @@ def fits(
     methods = [stored]
     for name, change in ways.items():
         report(f"counting: {name}")
-        methods.append(_try(name, lambda change=change, name=name: count.count_changed(name, change, flops)))
+        methods.append(_try(name, partial(count.count_changed, name, change, flops)))
     fixed = memory.weight_bytes + memory.buffer_bytes + memory.gradient_bytes + memory.optimizer_bytes
     if fixed > answer.limit_bytes:
         methods.append(Method("planned", problem="Weights, gradients and optimizer state are more than the card has"))
     else:
         report("planning")
         most_of_others = max(method.largest for method in methods)
-        methods.append(_try("planned", lambda: _plan(count, stored, memory, most_of_others, report)))
+        methods.append(_try("planned", partial(_plan, count, stored, memory, most_of_others, report)))
     if not own:
         report("counting: reversible")
-        methods.append(_try("reversible", lambda: count.count_changed("reversible", reversible_blocks, flops)))
+        methods.append(_try("reversible", partial(count.count_changed, "reversible", reversible_blocks, flops)))
     return replace(answer, fixed_bytes=fixed, methods=tuple(methods))
 
 
@@ -219,8 +219,9 @@ def _plan(count: _Count, stored: Method, memory: MemoryReport, most_of_others: i
 
 def _plan_module(count: _Count, size: int, budget: int | None, report: Report) -> tuple[Method, int]:
     """Return the row of a plan, and the smallest peak that was found."""
-    batch, options = count.resize(size), {"optimizer": count.optimizer, "loss": count.loss, "report": report}
-    plan, details = plan_module(count.model, batch, budget, **options)
+    plan, details = plan_module(
+        count.model, count.resize(size), budget, optimizer=count.optimizer, loss=count.loss, report=report
+    )
     work = 1 + plan.extra_flops / max(1, plan.total_flops)
     return Method("planned", details.kept_bytes, plan.peak_bytes, work), plan.min_peak_bytes or plan.peak_bytes
 

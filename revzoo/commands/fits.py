@@ -109,7 +109,7 @@ def _create(
     if arguments.dtype is not None:
         module, batch = module.to(dtype), map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
     config = getattr(module, "config", None)
-    if getattr(config, "use_cache", False):
+    if config is not None and getattr(config, "use_cache", False):
         config.use_cache = False  # as trainers have it: keys and values are for generation
     return module, batch, None
 
@@ -132,7 +132,7 @@ def _add_adapters(module: "nn.Module") -> "nn.Module":
     with explain_missing("peft", "--lora"):
         import peft
     try:
-        return peft.get_peft_model(module, peft.LoraConfig(r=_RANK))  # type: ignore[no-any-return]
+        return peft.get_peft_model(module, peft.LoraConfig(r=_RANK))
     except ValueError as error:
         raise InputError(
             f"peft knows no default places for adapters in a {type(module).__name__} ({error}). Name a function of yours that "

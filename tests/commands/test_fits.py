@@ -54,6 +54,7 @@ def make_alone():
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), torch.randn(4096, 16)
 """
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+SMALL = {"hidden_dim": 64, "d_ff": 64, "vocab_size": 100}
 CONFIGS = {
     "LlamaForCausalLM": {"model_type": "llama", "num_key_value_heads": 1, **SIZES},
     "Qwen3ForCausalLM": {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 16, **SIZES},
@@ -62,8 +63,8 @@ CONFIGS = {
     "OPTForCausalLM": {"model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32, **SIZES},
     "BertForMaskedLM": {"model_type": "bert", **SIZES},
     "RobertaForSequenceClassification": {"model_type": "roberta", "max_position_embeddings": 130, **SIZES},
-    "DistilBertForMaskedLM": {"model_type": "distilbert", "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "vocab_size": 100},
-    "T5ForConditionalGeneration": {"model_type": "t5", "vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2},
+    "DistilBertForMaskedLM": {"model_type": "distilbert", "dim": 32, "n_layers": 2, "n_heads": 2, **SMALL},
+    "T5ForConditionalGeneration": {"model_type": "t5", "d_model": 32, "d_kv": 16, "num_layers": 2, "num_heads": 2, **SMALL},
     "ViTForImageClassification": {"model_type": "vit", "image_size": 32, "patch_size": 8, **SIZES},
 }
 
