@@ -8,7 +8,7 @@ models of the zoo are (zoo_card.py), but with cross-entropy of its logits. Netwo
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -24,14 +24,17 @@ from torch import nn
 from zoo_card import DTYPES, SHARES, SIZES, Changes, Method, autocast, count_optimizers, count_step, fit_timeline
 
 from revzoo.errors import ConversionError
+from revzoo.graph.atoms import Atom
 from revzoo.graph.capture import capture
+from revzoo.graph.counted_step import SpannedStep
 from revzoo.graph.counted_step import count_step as count_planned
 from revzoo.graph.front import find_front
 from revzoo.graph.spans import Nest, Spans
-from revzoo.graph.step_record import Record, record
-from revzoo.on_card import checkpointed, compute_usual_loss, reversible_blocks
+from revzoo.graph.step_record import record
+from revzoo.on_card import checkpointed, compute_usual_loss, reversible_blocks, unpacked_texts
 
 Batch = Any
+_PLANNED = 128  # examples: in small batches weights and gradients are most of a peak, and plans have little to spare
 
 
 @dataclass(frozen=True)
@@ -68,19 +71,6 @@ def _transformers(architecture: str, **sizes: Any) -> nn.Module:
     return network(network.config_class(**sizes)).train()  # type: ignore[no-any-return]
 
 
-def _add_adapters(make: Callable[[], nn.Module]) -> nn.Module:
-    import peft
-
-    return peft.get_peft_model(make().to(torch.bfloat16), peft.LoraConfig(r=8))  # type: ignore[return-value, arg-type]
-
-
-_LARGE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "use_cache": False}
-_LLAMA = partial(
-    _transformers, "LlamaForCausalLM", num_hidden_layers=32, intermediate_size=14336, vocab_size=128256, **_LARGE
-)
-_QWEN = partial(
-    _transformers, "Qwen3ForCausalLM", num_hidden_layers=36, intermediate_size=12288, vocab_size=151936, head_dim=128, **_LARGE
-)
 NETWORKS = {
     "ViT-B/16": Network(partial(_timm, "vit_base_patch16_224")),
     "ViT-L/16": Network(partial(_timm, "vit_large_patch16_224")),
@@ -90,9 +80,6 @@ NETWORKS = {
     "U-Net of 4 levels": Network(UNet, (3, 256, 256)),
     "BERT base": Network(partial(_transformers, "BertForMaskedLM"), 512),
     "GPT-2": Network(partial(_transformers, "GPT2LMHeadModel", use_cache=False), 1024),
-    "Llama-3.1-8B": Network(_LLAMA, 4096),
-    "Llama-3.1-8B in bfloat16, LoRA of rank 8": Network(partial(_add_adapters, _LLAMA), 4096),
-    "Qwen3-8B": Network(_QWEN, 4096),
 }
 
 
@@ -113,10 +100,18 @@ def count_row(network: Network) -> dict[str, Any]:
     """Return what a row of docs/zoo.json says, as far as the page needs it."""
     with torch.device("meta"):
         module = network.make()
-    ways: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {"store": nullcontext, "checkpointed": checkpointed, "reversible": reversible_blocks}
+    ways: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
+        "store": nullcontext,
+        "checkpointed": checkpointed,
+        "reversible": reversible_blocks,
+    }
     methods = []
     for name, change in ways.items():
-        with suppress(ConversionError), change(module):  # not every network has blocks that can be reversible
+        with (
+            suppress(ConversionError),
+            unpacked_texts(None),
+            change(module),
+        ):  # of networks without such blocks
             methods.append(_count_method(module, network, name))
     planned = {dtype: count_plans(module, network, dtype) for dtype in DTYPES}
     for number in range(len(SHARES)):
@@ -137,27 +132,27 @@ def _count_method(module: nn.Module, network: Network, name: str) -> Method:
 
 
 def count_plans(module: nn.Module, network: Network, dtype: str) -> list[tuple[int, list[Changes]]]:
-    """Return FLOPs for an example, and every change of live bytes in both sizes, of plans that are made for the larger."""
-    small, large = SIZES
+    """Return FLOPs for an example, and every change of live bytes in both sizes, of plans that are made for a large batch."""
     with autocast(dtype):
-        with capture(module, network.make_batch(large)) as captured:
+        with capture(module, network.make_batch(_PLANNED)) as captured:
             step = record(captured, compute_usual_loss)
             front = find_front(step)
             least, most = front.list_points()[0][0], step.peak_bytes
             plans = [front.make_spans(front.choose(least + int(share * (most - least))) or ()) for share in SHARES]
-            counted = [[count_planned(captured, spans, compute_usual_loss)] for spans in plans]
-        with capture(module, network.make_batch(small)) as captured:
-            other = record(captured, compute_usual_loss)
-            for steps, spans in zip(counted, plans, strict=True):
-                steps.insert(0, count_planned(captured, _move(spans, other), compute_usual_loss))
-    return [(steps[0].flops // small, [np.diff(each.alive) for each in steps]) for steps in counted]
+        counted = list[list[SpannedStep]]()
+        for size in SIZES:
+            with capture(module, network.make_batch(size)) as captured:
+                atoms = record(captured, compute_usual_loss).atoms
+                counted.append([count_planned(captured, _move(spans, atoms), compute_usual_loss) for spans in plans])
+    small, large = counted
+    return [(a.flops // SIZES[0], [np.diff(a.alive), np.diff(b.alive)]) for a, b in zip(small, large, strict=True)]
 
 
-def _move(spans: Spans, step: Record) -> Spans:
-    """Return the same spans of the step with the other batch."""
-    nodes = {node.name: node for atom in step.atoms for node in atom.makes}
+def _move(spans: Spans, atoms: Sequence[Atom]) -> Spans:
+    """Return the same spans of the step with another batch."""
+    nodes = {node.name: node for atom in atoms for node in atom.makes}
     nests = [Nest(nest.first, nest.end, frozenset(nodes[node.name] for node in nest.handed)) for nest in spans.nests]
-    return Spans(step.atoms, spans.ends, frozenset(nodes[node.name] for node in spans.kept), spans.kept_inside, nests)
+    return Spans(atoms, spans.ends, frozenset(nodes[node.name] for node in spans.kept), spans.kept_inside, nests)
 
 
 if __name__ == "__main__":

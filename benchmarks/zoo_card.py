@@ -129,9 +129,7 @@ def count_method(network: nn.Module, model: Model, name: str, schedule: Sequence
     return {"name": name, "modes": Counter(schedule or ()), "flops": flops} | timelines
 
 
-def count_step(
-    network: nn.Module, batch: Any, dtype: str, loss_function: LossFunction = linear_loss
-) -> tuple[Changes, int]:
+def count_step(network: nn.Module, batch: Any, dtype: str, loss_function: LossFunction = linear_loss) -> tuple[Changes, int]:
     """Count a forward and backward as `measure_memory` does; return every change of live bytes, and the FLOPs."""
     live, flops = LiveBytes(), FlopCounter()
     # Both batches have as many parts in the backward of in-place ABN.

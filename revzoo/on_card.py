@@ -5,17 +5,18 @@ is alive in a step grows evenly with the batch, from what does not grow at all: 
 gradients, too. That bounds the peaks of the plan from above in every other batch.
 """
 
+import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from revzoo.analysis.chains import find_chains, preserve_schedules
+from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import LossFunction, isolated, linear_loss, preserve, require_batch, require_module
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.optimizer_step import OptimizerBytes, count_optimizer
@@ -96,17 +97,17 @@ def fits(
     methods = [stored]
     for name, change in ways.items():
         report(f"counting: {name}")
-        methods.append(_try(name, lambda change=change, name=name: count.count_changed(name, change, flops)))
+        methods.append(_try(name, partial(count.count_changed, name, change, flops)))
     fixed = memory.weight_bytes + memory.buffer_bytes + memory.gradient_bytes + memory.optimizer_bytes
     if fixed > answer.limit_bytes:
         methods.append(Method("planned", problem="Weights, gradients and optimizer state are more than the card has"))
     else:
         report("planning")
         most_of_others = max(method.largest for method in methods)
-        methods.append(_try("planned", lambda: _plan(count, stored, memory, most_of_others, report)))
+        methods.append(_try("planned", partial(_plan, count, stored, memory, most_of_others, report)))
     if not own:
         report("counting: reversible")
-        methods.append(_try("reversible", lambda: count.count_changed("reversible", reversible_blocks, flops)))
+        methods.append(_try("reversible", partial(count.count_changed, "reversible", reversible_blocks, flops)))
     return replace(answer, fixed_bytes=fixed, methods=tuple(methods))
 
 
@@ -146,7 +147,8 @@ class _Count:
 
     def run(self, size: int) -> tuple[MemoryReport, int]:
         """Return the memory and the FLOPs of a step."""
-        with ignore_error_growth(), isolated(self.model, self.resize(size), fake=True) as inputs, FlopCounter() as flops:
+        step = isolated(self.model, self.resize(size), fake=True)
+        with ignore_error_growth(), unpacked_texts(self.batch), step as inputs, FlopCounter() as flops:
             memory = run_and_measure(self.model, inputs, self.taken, loss=self.loss).memory
         return memory, flops.forward + flops.backward
 
@@ -196,10 +198,8 @@ def _plan(count: _Count, stored: Method, memory: MemoryReport, most_of_others: i
     make = _plan_of_the_zoo if isinstance(count.model, PlannableModel) else _plan_module
     chosen, least = None, 0
     if stored.peak_bytes > count.limit:
-        try:
+        with suppress(BudgetError):
             chosen, least = make(count, count.size, count.limit, report)
-        except BudgetError:
-            pass
     if chosen is None:
         chosen, least = make(count, count.size, None, report)
     grown = memory.gradient_bytes + count.taken.update  # while backward runs
@@ -219,8 +219,9 @@ def _plan(count: _Count, stored: Method, memory: MemoryReport, most_of_others: i
 
 def _plan_module(count: _Count, size: int, budget: int | None, report: Report) -> tuple[Method, int]:
     """Return the row of a plan, and the smallest peak that was found."""
-    batch, options = count.resize(size), {"optimizer": count.optimizer, "loss": count.loss, "report": report}
-    plan, details = plan_module(count.model, batch, budget, **options)
+    plan, details = plan_module(
+        count.model, count.resize(size), budget, optimizer=count.optimizer, loss=count.loss, report=report
+    )
     work = 1 + plan.extra_flops / max(1, plan.total_flops)
     return Method("planned", details.kept_bytes, plan.peak_bytes, work), plan.min_peak_bytes or plan.peak_bytes
 
@@ -241,6 +242,24 @@ def _in_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
     with preserve_schedules(model) as assign:
         assign(mode)
         yield
+
+
+@contextmanager
+def unpacked_texts(batch: Any) -> Iterator[None]:
+    """Let Transformers' networks make no masks for several texts in a row.
+
+    They look at the values of positions whether there are some, and without values take it that there are.
+    """
+    masking, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    own = getattr(masking, name, None)
+    if masking is None or own is None or (isinstance(batch, Mapping) and "position_ids" in batch):
+        yield
+        return
+    setattr(masking, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking, name, own)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from revzoo.commands.model_options import (
 from revzoo.commands.parser import DTYPE_HELP, DTYPES, JSON_HELP, NAME_HELP, Parser, positive_count
 from revzoo.commands.plan import OTHER_NAMES
 from revzoo.errors import InputError, explain_missing
-from revzoo.format import count_noun, format_count
+from revzoo.format import format_count
 from revzoo.planning.card import parse_card
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _create(
     if arguments.dtype is not None:
         module, batch = module.to(dtype), map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
     config = getattr(module, "config", None)
-    if getattr(config, "use_cache", False):
+    if config is not None and getattr(config, "use_cache", False):
         config.use_cache = False  # as trainers have it: keys and values are for generation
     return module, batch, None
 
@@ -132,7 +132,7 @@ def _add_adapters(module: "nn.Module") -> "nn.Module":
     with explain_missing("peft", "--lora"):
         import peft
     try:
-        return peft.get_peft_model(module, peft.LoraConfig(r=_RANK))  # type: ignore[no-any-return]
+        return peft.get_peft_model(module, peft.LoraConfig(r=_RANK))
     except ValueError as error:
         raise InputError(
             f"peft knows no default places for adapters in a {type(module).__name__} ({error}). Name a function of yours that "
@@ -148,7 +148,7 @@ def _describe(model: "nn.Module", batch: Any, arguments: argparse.Namespace) -> 
     parameters = f"{format_count(every)} parameters" + (f", {format_count(trained)} of them trained" if trained < every else "")
     shapes = ", ".join(str(list(t.shape)) for t in tensors_in(batch))
     return (
-        f"{parameters}, in {arguments.dtype or 'float32'}; batch of {shapes}; optimizer {arguments.optimizer}; kernels of CPUs.\n"
+        f"{parameters}, in {arguments.dtype or 'float32'}; batch of {shapes}; optimizer {arguments.optimizer}.\n"
         "planned: the plan with the least work that fits; where everything or nothing does, one that takes little.\n"
         "reversible: 8 bits kept of every element and step, which changes the network's function a little."
     )

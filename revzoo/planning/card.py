@@ -78,8 +78,8 @@ class Fits:
         if best.largest:
             return f"{takes} in any way; {best.name} {self._describe_size(best.largest)} would."
         return (
-            f"{takes} in any way. {format_bytes(self.fixed_bytes)} are weights, gradients and optimizer state: adapters, weights "
-            "in bfloat16 or an optimizer of less state need fewer."
+            f"{takes} in any way. {format_bytes(self.fixed_bytes)} are weights, gradients and optimizer state: adapters, "
+            "weights in bfloat16 or an optimizer of less state need fewer."
         )
 
     def _describe_size(self, size: int) -> str:
