@@ -35,6 +35,7 @@ API = {
 LINE = 80  # characters of code that a page shows
 _CODE = re.compile(r"^```(?:bash|python)\n.*?^```$", re.MULTILINE | re.DOTALL)
 _PICTURE = re.compile(r'<img [^>]*src="([^"]+)"[^>]*>')
+_EXAMPLE = re.compile(r"\]\(\.\./examples/(\w+)\.ipynb\)")
 _COLOR = re.compile(r"\x1b\[[\d;]*m")  # of a terminal
 SCRIPTS = {"fits.md": ("data.js", "timeline.js", "fits.js"), "zoo.md": ("table.js",)}
 
@@ -78,8 +79,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to pictures outside of docs/ to their copies in the site, and let code fit the width of a page."""
-    markdown = markdown.replace("](../benchmarks/", "](benchmarks/")
+    """Lead links to pictures and notebooks outside of docs/ to their copies in the site, and let code fit its page."""
+    markdown = _EXAMPLE.sub("](examples/\\1.md)", markdown.replace("](../benchmarks/", "](benchmarks/"))
     return _CODE.sub(lambda block: _lift_comments(block[0]), markdown)
 
 
