@@ -29,9 +29,6 @@ class ModuleReference:
         return ModuleReference, (self(),)
 
 
-_OWN_REFERENCES = 2  # to a storage: the tensor, and the Python object that is asked
-
-
 def is_held_alone(x: Tensor) -> bool:
     """Return whether no other tensor shares the memory of x: no view, no saved tensor of a graph, no output of a user.
 
@@ -40,4 +37,11 @@ def is_held_alone(x: Tensor) -> bool:
     """
     if is_traceable_wrapper_subclass(x):
         return False
-    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) == _OWN_REFERENCES
+    return _count_references(x) == _OWN_REFERENCES
+
+
+def _count_references(x: Tensor) -> int:
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
+_OWN_REFERENCES = _count_references(torch.empty(1))  # the tensor, and, in newer versions, the Python object that is asked

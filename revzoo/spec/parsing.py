@@ -14,8 +14,6 @@ from typing import (
     Annotated,
     Any,
     Literal,
-    NotRequired,
-    Required,
     TypeVar,
     Union,
     cast,
@@ -24,6 +22,8 @@ from typing import (
     get_type_hints,
     is_typeddict,
 )
+
+from typing_extensions import NotRequired, Required
 
 from revzoo.bounds import Bound
 from revzoo.errors import InputError, SpecProblem, did_you_mean, join_names
