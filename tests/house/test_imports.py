@@ -30,7 +30,8 @@ LAYERS = [
     ("display",),
     ("graph",),
     ("any_plan",),
-    ("conversion", "in_place", "training"),
+    ("conversion", "in_place"),
+    ("training",),
     ("timm", "commands"),
 ]
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
