@@ -179,7 +179,8 @@ def _from_module(network: nn.Module, tensors: dict[str, Tensor] | None, name: st
     if any(tensor.is_meta for tensor in own.values()) and tensors is None:
         raise ConversionError(f"This {type(network).__name__} is on the meta device and has no values. Give its weights.")
     config = getattr(network, "config", None)
-    shown_name = name or type(network).__name__
+    cfg = getattr(network, "pretrained_cfg", None)  # of timm
+    shown_name = name or (cfg or {}).get("architecture") or type(network).__name__
     if config is not None and hasattr(config, "to_dict"):
         pooled = getattr(getattr(network, "base_model", network), "pooler", None) is not None
         description: Any = {**config.to_dict(), "architectures": [type(network).__name__]}

@@ -137,7 +137,7 @@ def hint_at_model(name: str) -> str:
         return f" Did you mean {nearest!r}?"
     if name.startswith(("timm:", "hf:")):
         return f" It becomes reversible first: revzoo convert {name} --out DIR; train, plan and fits take the name itself."
-    hint = f" If it is timm's or the hub's, train, plan and convert know it as timm:{name} or hf:{name}."
+    hint = f" Networks of timm and the hub become reversible first: revzoo convert timm:{name} (or hf:{name}) --out DIR."
     return hint_at_hub(name) or (hint if re.fullmatch(r"\w+", name) else "")
 
 
@@ -145,11 +145,8 @@ def hint_at_hub(name: str) -> str:
     """Return what to type for a name like those of the hub, OWNER/NAME or with a dash, with a leading blank; else nothing."""
     owner, slash, _ = name.partition("/")
     is_alike = re.fullmatch(r"[\w.-]+/[\w.-]+" if slash else r"\w[\w.]*(-[\w.]+)+", name)
-    return (
-        f" Did you mean 'hf:{name}'?"
-        if is_alike and owner != "runs" and not os.path.exists(owner) and not name.endswith(_SUFFIXES)
-        else ""
-    )
+    is_path = owner == "runs" or os.path.exists(owner) or name.endswith(_SUFFIXES)
+    return f" Did you mean 'hf:{name}'?" if is_alike and not is_path else ""
 
 
 def _name_files(shipped: Iterable[Path], own: Iterable[Path] = ()) -> dict[str, Path]:

@@ -98,7 +98,7 @@ WRONG = {
     "list rev_vti*": ("'rev_vti*'", "'rev_vit_ti'"),
     "show runs/rum": ("runs/rum", "'runs/run'"),
     "show runs": ("no spec.yaml", "'runs/damaged'"),
-    "show resnet18": ("'resnet18'", "revzoo convert NAME"),
+    "show resnet18": ("'resnet18'", "revzoo convert timm:resnet18"),
     "show digits": ("'digits'", "revzoo train digits"),
     "verify small.pth": ("small.pth", "model.checkpoint=small.pth"),
     "show recipe.yaml": ("recipe.yaml: base", "digits is a recipe"),

@@ -28,8 +28,8 @@ class WindowBranch(nn.Module):
     Shapes: (B, H W, D) -> (B, H W, D), (H, W) the token grid, D divisible by heads.
     Args:
         heads: number of attention heads.
-        window: side of a window [tokens]. On a grid whose sides it does not divide, the nearest that does, from more than half as
-            large; where a side is shorter, the window is that side.
+        window: side of a window [tokens]. Where it does not divide the sides of the grid, it is the nearest that does, if that
+            is more than half of it; where a side is shorter, the window is that side.
         shift: `alternate` shifts in blocks 1, 3, ... of a stage, along sides that are longer than the window; `none` never.
         norm: norm before the attention.
         qkv_bias: whether queries, keys and values have a bias.
