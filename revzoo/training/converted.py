@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from revzoo.checkpoint.files import read_metadata
+from revzoo.checkpoint.folder import save_folder
 from revzoo.conversion.convert import convert
 from revzoo.conversion.report import ConvertReport
 from revzoo.errors import InputError
 from revzoo.graph.named_module import create_named_module
 from revzoo.hub import TIMM_PREFIX, TRANSFORMERS_PREFIX
+from revzoo.registry import heads
 from revzoo.training.options import ModelOptions
 
 
@@ -22,13 +24,14 @@ def is_converted(name: str) -> bool:
     )
 
 
-def convert_if_named(options: ModelOptions, folder: Path) -> tuple[ModelOptions, ConvertReport | None]:
+def convert_if_named(options: ModelOptions, folder: Path, data: str) -> tuple[ModelOptions, ConvertReport | None]:
     """Return options that name the reversible network, which is written into a folder, and the report of its conversion.
 
     Args:
         options: what is trained. Its weights are those of the file that it names, of either network; the original's pretrained
             ones if it asks for them; else random ones, as the original starts.
         folder: an empty one.
+        data: name of the data. A network that predicts masked words gets a classifier where they are texts with labels.
     Raises:
         ConversionError: it cannot be converted, or its weights are out of reach.
         CheckpointError: the hub is out of reach, or weights cannot be read.
@@ -44,8 +47,11 @@ def convert_if_named(options: ModelOptions, folder: Path) -> tuple[ModelOptions,
     source: Any = name
     if not (file is not None or options.pretrained or os.path.isdir(name)):
         source, _ = create_named_module(name, 1)
+    report = convert(source, file)
+    if data == "text_classification" and "outputs" not in heads.arguments(report.model.spec.head.type):
+        report = convert(source, file, num_outputs=options.num_outputs or 2)  # the data set the number later
     out = folder / name.rpartition("/")[2].rpartition(":")[2]
-    report = convert(source, file, out=out)
+    save_folder(report.model, out)
     return replace(options, name=str(out), pretrained=False, checkpoint=None), report
 
 

@@ -64,7 +64,7 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
     batch_size = share_batch(whole_batch, processes, recipe)
     reseed(options.seed)
     with TemporaryDirectory() as temporary:
-        convert = partial(convert_if_named, model_options, Path(temporary))
+        convert = partial(convert_if_named, model_options, Path(temporary), recipe.data.name)
         model_options, report = call_on_all(convert)
         reseed(options.seed)
         # The spec says what is read of the data, and the data how many outputs the model needs.
