@@ -127,9 +127,9 @@ def _read_plain_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def _from_timm(name: str, weights: str | Path | None, check: Callable[[Original], object]) -> Original:
-    with preserve_random_streams(()), torch.device("meta"):
-        check(Original(name, timm.create_model(name), {}, None))
     if weights is None:
+        with preserve_random_streams(()), torch.device("meta"):
+            check(Original(name, timm.create_model(name), {}, None))
         return _from_module(_fetch_from_timm(name), None, name)
     tensors = _read_plain_weights(weights)
     classifier = timm.get_pretrained_cfg_value(name, "classifier") or "head"

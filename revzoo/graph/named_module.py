@@ -61,7 +61,11 @@ def _find_config(name: str) -> Any:
         if kind not in transformers.CONFIG_MAPPING:
             raise
         _logger.warning("The hub does not give %s: its sizes are those that Transformers gives a %s.", name, kind)
-        return transformers.AutoConfig.for_model(kind)
+        config = transformers.AutoConfig.for_model(kind)
+        for networks in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_PRETRAINING_MAPPING):
+            if type(config) in networks:  # with the head that the hub's have
+                config.architectures = [networks[type(config)].__name__]
+        return config
     return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
