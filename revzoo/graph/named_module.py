@@ -64,7 +64,7 @@ def _find_config(name: str) -> Any:
         config = transformers.AutoConfig.for_model(kind)
         for networks in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_PRETRAINING_MAPPING):
             if type(config) in networks:  # with the head that the hub's have
-                config.architectures = [networks[type(config)].__name__]
+                config.architectures = [cast(Any, networks[type(config)]).__name__]
         return config
     return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
 

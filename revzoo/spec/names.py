@@ -137,7 +137,10 @@ def hint_at_model(name: str) -> str:
         return f" Did you mean {nearest!r}?"
     if name.startswith(("timm:", "hf:")):
         return f" It becomes reversible first: revzoo convert {name} --out DIR; train, plan and fits take the name itself."
-    hint = f" Networks of timm and the hub become reversible first: revzoo convert timm:{name} (or hf:{name}) --out DIR."
+    hint = (
+        f" Of timm or the hub? revzoo train takes timm:{name} or hf:{name}; for other commands it becomes reversible first: "
+        f"revzoo convert timm:{name} --out DIR."
+    )
     return hint_at_hub(name) or (hint if re.fullmatch(r"\w+", name) else "")
 
 

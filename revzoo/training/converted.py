@@ -18,10 +18,8 @@ from revzoo.training.options import ModelOptions
 
 def is_converted(name: str) -> bool:
     """Return whether a model's name is that of a network of timm or Transformers, or a folder that Transformers has written."""
-    own = os.path.isfile(os.path.join(name, "spec.yaml"))
-    return name.startswith((TIMM_PREFIX, TRANSFORMERS_PREFIX)) or (
-        os.path.isfile(os.path.join(name, "config.json")) and not own
-    )
+    of_revzoo, of_transformers = (os.path.isfile(os.path.join(name, file)) for file in ("spec.yaml", "config.json"))
+    return name.startswith((TIMM_PREFIX, TRANSFORMERS_PREFIX)) or (of_transformers and not of_revzoo)
 
 
 def convert_if_named(options: ModelOptions, folder: Path, data: str) -> tuple[ModelOptions, ConvertReport | None]:
