@@ -13,12 +13,18 @@ from typing import Any
 from revzoo.errors import CheckpointError, InputError
 
 HUB_PREFIX = "hf-hub:"
+TIMM_PREFIX, TRANSFORMERS_PREFIX = "timm:", "hf:"  # of networks that `revzoo convert` makes reversible
 # Nothing else of a repository is fetched: what is not a spec, safetensors or a tokenizer is never read.
 _REPLACED = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "tokenizer.json")
 _OF_RUNS = ("best.safetensors", "best-*-of-*.safetensors", "best.safetensors.index.json")
 _FETCHED = ("spec.yaml", *_REPLACED, *_OF_RUNS)
 _CARD = "README.md"
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_CONFIG = "config.json"
+_SAFETENSORS, _PICKLED = (
+    ("model*.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
+)
 
 
 def fetch_if_on_hub(source: str | Path) -> str | Path:
@@ -51,9 +57,44 @@ def fetch_folder(source: str, **where: Any) -> Path:
     if not (folder / "spec.yaml").is_file():
         raise CheckpointError(
             f"{HUB_PREFIX}{repository} holds no spec.yaml: it is not a model that revzoo wrote. Networks of timm and "
-            "Transformers are converted (revzoo.convert)."
+            f"Transformers are converted (revzoo convert {TRANSFORMERS_PREFIX}{repository})."
         )
     return folder
+
+
+def fetch_transformers(name: str, *, weights: bool) -> Path:
+    """Return the folder in the hub's cache with a network of Transformers, named hf:OWNER/NAME or hf:OWNER/NAME@REVISION.
+
+    Args:
+        name: of the network.
+        weights: whether they are fetched, too: safetensors, or pickled ones where there are no others.
+    Raises:
+        CheckpointError: it cannot be fetched, and is not in the cache; or it has no config.json.
+    """
+    repository = name.removeprefix(TRANSFORMERS_PREFIX)
+    folder = fetch_files(repository, _CONFIG, "tokenizer.json", *(_SAFETENSORS if weights else ()))
+    if not (folder / _CONFIG).is_file():
+        raise CheckpointError(f"{name} has no {_CONFIG}: it is no network of Transformers. One of timm is named timm:NAME.")
+    if weights and not any(folder.glob(_SAFETENSORS[0])):
+        fetch_files(repository, *_PICKLED)
+    return folder
+
+
+def fetch_files(repository: str, *patterns: str) -> Path:
+    """Fetch the files of OWNER/NAME or OWNER/NAME@REVISION that match; return the folder in the hub's cache with what it has.
+
+    Raises:
+        CheckpointError: the hub cannot be reached, and nothing of the repository is in the cache.
+    """
+    name, _, tag = repository.partition("@")
+    remedy = (
+        f"Without a connection, copy https://huggingface.co/{name} into a folder and name that, or bring the cache (HF_HOME)"
+    )
+    with _explain(name, "fetched", remedy, "https://huggingface.co/"):
+        from huggingface_hub import HfApi
+
+        client = HfApi(library_name="revzoo")
+        return Path(client.snapshot_download(name, revision=tag or None, allow_patterns=list(patterns)))
 
 
 def upload_folder(
@@ -86,13 +127,13 @@ def upload_folder(
 
 
 @contextmanager
-def _explain(repository: str, done: str, remedy: str) -> Iterator[None]:
+def _explain(repository: str, done: str, remedy: str, prefix: str = HUB_PREFIX) -> Iterator[None]:
     """Turn whatever the client raises inside the block into an error that names the repository and the remedy."""
-    if not _REPOSITORY.fullmatch(repository):
+    if prefix == HUB_PREFIX and not _REPOSITORY.fullmatch(repository):
         raise InputError(f"A model is an existing folder, or OWNER/NAME on the hub. Received: {repository!r}.")
     try:
         yield
     except Exception as error:  # the errors of the HTTP library, which depends on the version, are among them
         reason = str(error).strip().partition("\n")[0]
-        what = f"{HUB_PREFIX}{repository} cannot be {done} ({type(error).__name__}: {reason})"
+        what = f"{prefix}{repository} cannot be {done} ({type(error).__name__}: {reason})"
         raise CheckpointError(f"{what}. {remedy}.") from error

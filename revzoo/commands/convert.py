@@ -20,8 +20,8 @@ def declare(parser: Parser) -> None:
     )
     parser.add_argument(
         "source",
-        help="a timm name, a folder with a Transformers config.json, or a zoo model's name or spec file, if FILE is its "
-        "published checkpoint",
+        help="timm:NAME, hf:OWNER/NAME, a folder with a Transformers config.json, or a zoo model's name or spec file, if FILE "
+        "is its published checkpoint",
     )
     declare_import(parser)
     parser.add_argument("--weights", metavar="FILE", help="safetensors, .pth, .bin, an index, model.ckpt-N (default: the hub)")

@@ -61,7 +61,10 @@ def read_name(words: Sequence[str], *, of_any_module: bool = False) -> tuple[str
         import timm
 
         if name not in timm.list_models():
-            raise
+            if not name.isidentifier():
+                raise
+            hint = f" timm has none of this name; one of the hub is hf:{name}."
+            raise UnknownNameError("model", name, model_files(), hint) from None
         name = f"timm:{name}"
     return name, overrides
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "Find the fastest mix of modes that fits a memory budget."
 
-OTHER_NAMES = "timm:NAME, a folder with the config.json of a Transformers model, or package.module:function"
+OTHER_NAMES = "timm:NAME, hf:OWNER/NAME, a folder with the config.json of a Transformers model, or package.module:function"
 _OF_RANKS = ("--shard", "--nodes")
 _OF_RUNNING = ("--device", "--lookahead")
 _OF_THE_ZOO = (*_OF_RUNNING, "--dtype", "--meta", "--loss", "--accumulate", "--ranks", *_OF_RANKS)

@@ -28,8 +28,9 @@ from revzoo.conversion.compare import ComparedBatch, compare, make_compared_batc
 from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.original import Original, find_original
 from revzoo.conversion.report import Comparison, ConvertReport
-from revzoo.conversion.sources import find_source
+from revzoo.conversion.sources import find_candidates, find_source
 from revzoo.conversion.sources.base import IN_PLACE, Source
+from revzoo.conversion.sources.timm_base import TimmSource
 from revzoo.errors import ConversionError, InputError, RevzooError, UnknownNameError, join_names
 from revzoo.model.builder import build
 from revzoo.model.model import Model, check_num_outputs
@@ -69,11 +70,11 @@ def convert(
     """Make a pretrained network reversible.
 
     Args:
-        source: a timm name, a folder with a Transformers config.json, the name or spec file of a reversible model (for
-            published checkpoints of it), or a module of timm or Transformers.
+        source: timm:NAME; hf:OWNER/NAME of the hub, or a folder with a Transformers config.json; the name or spec file of a
+            reversible model (for published checkpoints of it); or a module of timm or Transformers. "timm:" may be left out.
         weights: a safetensors, .pth or .bin file, the index of a sharded checkpoint, a checkpoint of TensorFlow by the name
             before its suffixes (model.ckpt-600000), or a folder with one of these; None: the weights of the module or folder,
-            or timm's pretrained ones, which are fetched from a hub.
+            or the hub's, which are fetched unless they are in its cache.
         coupling: "momentum", "dual_residual" or "additive".
         kept_bits: s from 0 to 15: b = 2^-s on a grid, and the bits that a step loses are kept, so that it is inverted exactly.
             None: floating point, with b given by `m` or `beta`. Not used where one of these is given.
@@ -96,7 +97,7 @@ def convert(
     if num_outputs is not None:
         check_num_outputs(num_outputs)
     folder = None if out is None else _check_folder(out)
-    from_file = find_original(source, weights)
+    from_file = find_original(source, weights, lambda original: _check_architecture(original, choice))
     source_family = find_source(from_file)
     if source_family.published:
         choice = CouplingChoice("additive", None)
@@ -119,7 +120,7 @@ def convert(
     if comparisons and not choice.is_additive:
         warn_of_another_function(original.name, comparisons[-1].cosine, _KEEP_NEARER)
     model.schedule = Mode.INVERT
-    model.data_config = _read_data_config(original.description, spec) | _find_tokenizer(source, spec)
+    model.data_config = _read_data_config(original.description, spec) | _find_tokenizer(from_file.folder, spec)
     report = ConvertReport(
         original=original.name,
         kind=source_family.name,
@@ -165,6 +166,13 @@ def _check_coupling(coupling: CouplingName, kept_bits: int | None, sizes: Mappin
             f"kept_bits from 0 to {MOST_KEPT_BITS}."
         )
     return CouplingChoice(coupling, kept_bits)
+
+
+def _check_architecture(original: Original, choice: CouplingChoice) -> None:
+    """Raise ConversionError where the description alone says that a network cannot be converted."""
+    first, *_ = find_candidates(original)
+    if isinstance(first, TimmSource):  # others need the tensors, too
+        first.make_spec(original.description, choice)
 
 
 def _read_original(
@@ -215,12 +223,10 @@ def _read_data_config(description: Any, spec: Spec) -> dict[str, Any]:
     return {key: config[key] for key in IMAGE_FACTS if config.get(key)}
 
 
-def _find_tokenizer(source: str | Path | nn.Module, spec: Spec) -> dict[str, Any]:
+def _find_tokenizer(folder: Path | None, spec: Spec) -> dict[str, Any]:
     """Return the tokenizer next to the weights of a model for texts, if there is one in Hugging Face's format."""
-    if isinstance(source, nn.Module) or not isinstance(spec.input, TextInput):
-        return {}
-    file = Path(source, TOKENIZER)
-    return {"tokenizer": str(file.absolute())} if file.is_file() else {}
+    is_there = folder is not None and isinstance(spec.input, TextInput) and (folder / TOKENIZER).is_file()
+    return {"tokenizer": str((folder / TOKENIZER).absolute())} if folder is not None and is_there else {}
 
 
 def _make_name(name: str, choice: CouplingChoice, source: Source) -> str:

@@ -10,11 +10,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from revzoo.checkpoint.foreign import read_weights
+from revzoo.checkpoint.index import find_folder_weights
 from revzoo.checkpoint.writing import match_written, write_tensors
 from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.report import TensorRow
 from revzoo.errors import ConversionError, InputError, RevzooError, join_names
-from revzoo.spec.names import CONVERTED_WEIGHTS, UNUSED_WEIGHTS
+from revzoo.spec.names import CONVERSION, CONVERTED_WEIGHTS, UNUSED_WEIGHTS
 
 
 def export(folder: str | Path, out: str | Path, weights: str | Path | None = None) -> int:
@@ -25,7 +26,7 @@ def export(folder: str | Path, out: str | Path, weights: str | Path | None = Non
     the original's dtypes back; other weights keep theirs.
 
     Args:
-        folder: a folder that `convert` wrote.
+        folder: a folder that `convert` wrote, or a run that has converted its network.
         out: the file to write.
         weights: of the converted network after fine-tuning; None: the folder's own.
     Raises:
@@ -36,6 +37,8 @@ def export(folder: str | Path, out: str | Path, weights: str | Path | None = Non
     folder = Path(folder)
     out = _check_output(out, folder)
     report = folder / "report.json"
+    if (folder / CONVERSION).is_file():  # a run, which has made the network reversible itself
+        report, weights = folder / CONVERSION, weights or find_folder_weights(folder)
     try:
         rows = _read_rows(report)
         tensors = read_weights(folder if weights is None else weights)
@@ -69,7 +72,9 @@ def _restore_tensors(folder: Path, rows: Sequence[TensorRow], tensors: Mapping[s
         dtypes: whether to give them the original's dtypes as well.
     """
     unused = [row.theirs[0] for row in rows if row.action == "unused"]
-    restored = {key: tensor for key, tensor in read_weights(folder / UNUSED_WEIGHTS).items() if key in unused} if unused else {}
+    file = folder / UNUSED_WEIGHTS
+    has_unused = unused and not (folder / CONVERSION).is_file()  # a run does not keep them
+    restored = {key: tensor for key, tensor in read_weights(file).items() if key in unused} if has_unused else {}
     for row in rows:
         if missing := [key for key in row.ours if key not in tensors]:
             raise ConversionError(f"The weights are not for the network in {folder}: {join_names(missing)} is missing.")

@@ -16,11 +16,16 @@ from torch.nn.parameter import is_lazy
 
 from revzoo.analysis.dry_run import preserve_random_streams
 from revzoo.checkpoint.foreign import read_config, read_weights
-from revzoo.errors import ConversionError, InputError, did_you_mean
+from revzoo.errors import ConversionError, InputError, UnknownNameError, did_you_mean
+from revzoo.hub import TIMM_PREFIX, TRANSFORMERS_PREFIX, fetch_files, fetch_transformers
 from revzoo.spec.loading import load_spec
-from revzoo.spec.names import model_files
+from revzoo.spec.names import hint_at_hub, model_files
 
 _ADAPTER = re.compile(r"\.(base_layer|lora_\w+)\.")  # in the keys of peft's models and adapters
+_WITHOUT_WEIGHTS = (
+    "Give a file: revzoo convert NAME --weights FILE, or model.checkpoint=FILE in training, where model.pretrained=false "
+    "starts from random weights instead."
+)
 
 
 @dataclass(frozen=True)
@@ -32,24 +37,28 @@ class Original:
         description: what sources read the architecture from: a timm model, a Transformers configuration, or the name of a spec.
         tensors: its state dict.
         build: returns the network itself in eval mode, from a description and tensors; None where no library here has it.
+        folder: with files of Transformers; None for others.
     """
 
     name: str
     description: Any
     tensors: dict[str, Tensor]
     build: Callable[[Any, Mapping[str, Tensor]], nn.Module] | None
+    folder: Path | None = None
 
 
-def find_original(source: str | Path | nn.Module, weights: str | Path | None) -> Original:
+def find_original(
+    source: str | Path | nn.Module, weights: str | Path | None, check: Callable[[Original], object] = lambda original: None
+) -> Original:
     """Return the network to be converted.
 
     Args:
-        source: a timm name, a folder with a Transformers config.json, the name or file of a reversible spec (for
-            published checkpoints of it), or a module of timm or Transformers.
-        weights: a weights file or a folder with one; None: those of the module or folder, or timm's pretrained ones.
+        source: as for `convert`.
+        weights: a weights file or a folder with one; None: those of the module or folder, or the hub's.
+        check: raises for what cannot be converted; it gets an original without tensors, before weights are fetched or read.
     Raises:
-        ConversionError: no network has this name, or pretrained weights cannot be fetched.
-        CheckpointError: the weights cannot be read.
+        ConversionError: no network has this name, or timm's pretrained weights cannot be fetched.
+        CheckpointError: the weights cannot be read, or the hub cannot be reached.
         InputError: an argument of another type.
     """
     if weights is not None and not isinstance(weights, str | Path):
@@ -67,25 +76,36 @@ def find_original(source: str | Path | nn.Module, weights: str | Path | None) ->
         raise InputError(f"A name, a folder or a module can be converted. Received: {type(source).__name__}.")
     if (Path(source) / "adapter_config.json").is_file():
         raise _make_adapter_error(str(source))
-    if Path(source).is_dir() and (Path(source) / "config.json").is_file():
-        return _from_folder(str(source), read_config(source), _read_plain_weights(source if weights is None else weights))
-    name = str(source)
+    name, folder = str(source), Path(source)
+    if name.startswith(TRANSFORMERS_PREFIX):
+        folder = fetch_transformers(name, weights=False)  # what cannot be converted is refused before weights are fetched
+    if folder.is_dir() and (folder / "config.json").is_file():
+        config = read_config(folder)
+        check(Original(name, config, {}, None))
+        if name.startswith(TRANSFORMERS_PREFIX) and weights is None:
+            folder = fetch_transformers(name, weights=True)
+        tensors = _read_plain_weights(folder if weights is None else weights)
+        return _from_folder(name.removeprefix(TRANSFORMERS_PREFIX).partition("@")[0], config, tensors, folder)
     is_spec = Path(source).suffix == ".yaml" or (Path(source) / "spec.yaml").is_file()
     if name in model_files() or is_spec:
         spec = load_spec(source)
         if weights is None:
             raise ConversionError(f"{name} is reversible already. Give a published checkpoint of it: --weights FILE.")
         return Original(spec.name, source, _read_plain_weights(weights), None)
-    if timm.is_model(name):
-        return _from_timm(name, weights)
+    bare = name.removeprefix(TIMM_PREFIX)
+    if name != bare and not timm.is_model(bare):
+        raise UnknownNameError("timm model", bare, timm.list_models())
+    if timm.is_model(bare):
+        return _from_timm(bare, weights, check)
     if os.path.isfile(source):
         raise ConversionError(
             f"Weights are converted with the name of their network. Received: {name}. Use revzoo convert NAME --weights {name}."
         )
     known = [*timm.list_models(), *model_files()]
+    hint = did_you_mean(name, known, 0.75) or hint_at_hub(name)
     raise ConversionError(
-        f"No network to convert has the name {name!r}.{did_you_mean(name, known, 0.75)} Use a timm name (timm.list_models()), "
-        "a folder with a Transformers config.json, the name or spec file of a reversible model for its published checkpoints, "
+        f"No network to convert has the name {name!r}.{hint} Use timm:NAME (timm.list_models()), hf:OWNER/NAME of the hub, a "
+        "folder with a Transformers config.json, the name or spec file of a reversible model for its published checkpoints, "
         "or, from Python, a module."
     )
 
@@ -106,18 +126,11 @@ def _read_plain_weights(path: str | Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _from_timm(name: str, weights: str | Path | None) -> Original:
+def _from_timm(name: str, weights: str | Path | None, check: Callable[[Original], object]) -> Original:
     if weights is None:
-        try:
-            with preserve_random_streams(()):
-                network = timm.create_model(name, pretrained=True)
-        except Exception as error:  # hubs, proxies and file systems raise errors of many kinds
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ConversionError(
-                f"timm could not fetch pretrained weights of {name} ({reason}). Download them where a hub can be reached, and "
-                "give the file: --weights FILE."
-            ) from error
-        return _from_module(network, None, name)
+        with preserve_random_streams(()), torch.device("meta"):
+            check(Original(name, timm.create_model(name), {}, None))
+        return _from_module(_fetch_from_timm(name), None, name)
     tensors = _read_plain_weights(weights)
     classifier = timm.get_pretrained_cfg_value(name, "classifier") or "head"
     head = tensors.get(f"{classifier if isinstance(classifier, str) else classifier[0]}.weight", tensors.get("head.weight"))
@@ -132,6 +145,32 @@ def _from_timm(name: str, weights: str | Path | None) -> Original:
     return Original(name, description, tensors, lambda _, given: _load(make(), given))
 
 
+def _fetch_from_timm(name: str) -> nn.Module:
+    """Return timm's pretrained network.
+
+    Raises:
+        ConversionError: timm has no weights for it, or they can neither be fetched nor are in the hub's cache.
+    """
+    place = timm.get_pretrained_cfg(name)
+    if place is None or not place.has_weights:
+        raise ConversionError(f"timm has no pretrained weights of {name}. {_WITHOUT_WEIGHTS}")
+    try:
+        overlay = {}
+        if place.hf_hub_id and not place.hf_hub_filename:  # timm would ask a hub that is out of reach for most of a minute
+            overlay = {"state_dict": read_weights(fetch_files(place.hf_hub_id, "model.safetensors"))}
+        with preserve_random_streams(()):
+            network: nn.Module = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
+            return network
+    except Exception as error:  # hubs, proxies and file systems raise errors of many kinds
+        cause = error.__cause__ or error  # without the advice for networks of Transformers
+        reason = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        where = f"model.safetensors of https://huggingface.co/{place.hf_hub_id}" if place.hf_hub_id else place.url
+        raise ConversionError(
+            f"The pretrained weights of timm's {name} cannot be fetched ({reason}), and are not in the hub's cache (HF_HOME). "
+            f"Download {where} where there is a connection. {_WITHOUT_WEIGHTS}"
+        ) from error
+
+
 def _from_module(network: nn.Module, tensors: dict[str, Tensor] | None, name: str = "") -> Original:
     if any(map(is_lazy, network.parameters())):
         raise ConversionError(f"This {type(network).__name__} has parameters without a shape. Run it on a batch first.")
@@ -140,7 +179,8 @@ def _from_module(network: nn.Module, tensors: dict[str, Tensor] | None, name: st
     if any(tensor.is_meta for tensor in own.values()) and tensors is None:
         raise ConversionError(f"This {type(network).__name__} is on the meta device and has no values. Give its weights.")
     config = getattr(network, "config", None)
-    shown_name = name or type(network).__name__
+    cfg = getattr(network, "pretrained_cfg", None)  # of timm
+    shown_name = name or (cfg or {}).get("architecture") or type(network).__name__
     if config is not None and hasattr(config, "to_dict"):
         pooled = getattr(getattr(network, "base_model", network), "pooler", None) is not None
         description: Any = {**config.to_dict(), "architectures": [type(network).__name__]}
@@ -156,13 +196,13 @@ def _from_module(network: nn.Module, tensors: dict[str, Tensor] | None, name: st
     return Original(shown_name, description, own if tensors is None else tensors, build if has_values else None)
 
 
-def _from_folder(name: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Original:
+def _from_folder(name: str, config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> Original:
     def build(completed: dict[str, Any], given: Mapping[str, Tensor]) -> nn.Module:
         library: Any = import_module("transformers")
         network_class = getattr(library, completed["architectures"][0])
         return _load(network_class(network_class.config_class.from_dict(completed)), given)
 
-    return Original(name, config, tensors, build)
+    return Original(name, config, tensors, build, folder)
 
 
 def _load(network: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -1,5 +1,6 @@
 """Modules that are not the zoo's and a batch for each, by the names that a command line has for them."""
 
+import logging
 import os
 import textwrap
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from revzoo.errors import InputError, UnknownNameError, did_you_mean, explain_missing, join_names
+from revzoo.errors import CheckpointError, InputError, UnknownNameError, did_you_mean, explain_missing, join_names
+from revzoo.hub import TIMM_PREFIX, TRANSFORMERS_PREFIX, fetch_transformers
 from revzoo.plugin import describe_failure, import_from_here
 
+_logger = logging.getLogger("revzoo")
 _LONGEST_TEXT, _SIDE = 512, 224  # tokens; pixels of an image whose size a configuration does not say
 
 
@@ -18,50 +21,75 @@ def create_named_module(name: str, size: int | None, tokens: int | None = None) 
     """Return a module with random weights, and a random batch for it.
 
     Args:
-        name: "timm:NAME"; a folder with the config.json of a Transformers model; or "package.module:function", a function of
-            yours that returns a module and a batch. It is looked for from the present folder, too.
+        name: "timm:NAME"; "hf:OWNER/NAME" of the hub, or without a connection "hf:" and a kind of Transformers' models, such as
+            "hf:gpt2", which has the sizes that are usual for it; a folder with the config.json of a Transformers model; or
+            "package.module:function", a function of yours that returns a module and a batch. It is looked for from the present
+            folder, too.
         size: examples in the batch; None is 32 images or 8 texts. A function of yours makes its own batch.
         tokens: of each text; None is as many as the network takes, and not more than 512.
     Raises:
         UnknownNameError: timm has no model of that name.
         InputError: there is no such function, or it does not return a module and a batch; or Transformers makes no network for
             images or texts of the folder.
+        CheckpointError: the hub does not have the network, or is out of reach.
         RevzooError: Transformers is not installed.
     """
-    if name.startswith("timm:"):
+    if name.startswith(TIMM_PREFIX):
         if tokens is not None:
             raise InputError(f"{name} takes images. Received: --tokens {tokens}. Leave it out.")
-        return _create_timm(name.removeprefix("timm:"), size or 32)
-    if os.path.isdir(name):
-        return _create_transformers(Path(name), size or 8, tokens)
-    return _call_function(name, size, tokens)
+        return _create_timm(name.removeprefix(TIMM_PREFIX), size or 32)
+    if is_own_function(name):
+        return _call_function(name, size, tokens)
+    return _create_transformers(name, size or 8, tokens)
 
 
 def is_own_function(name: str) -> bool:
     """Return whether a name is "package.module:function"."""
-    return not (name.startswith("timm:") or os.path.isdir(name))
+    return not (name.startswith((TIMM_PREFIX, TRANSFORMERS_PREFIX)) or os.path.isdir(name))
 
 
 def _create_timm(name: str, size: int) -> tuple[nn.Module, Any]:
     import timm
 
-    if name not in timm.list_models():
+    if not timm.is_model(name):  # it may have a tag
         raise UnknownNameError("timm model", name, timm.list_models())
     model = timm.create_model(name)
     input_size: tuple[int, ...] = cast(Any, model).pretrained_cfg["input_size"]
     return model, torch.randn(size, *input_size)
 
 
-def _create_transformers(folder: Path, size: int, tokens: int | None) -> tuple[nn.Module, Any]:
-    with explain_missing("transformers", "Folders with a config.json"):
+def _find_config(name: str) -> Any:
+    """Return the configuration in a folder or of the hub; if the hub is out of reach or has none, the usual one of a kind."""
+    import transformers
+
+    kind = name.removeprefix(TRANSFORMERS_PREFIX)
+    try:
+        folder = name if kind == name else fetch_transformers(name, weights=False)
+    except CheckpointError:
+        if kind not in transformers.CONFIG_MAPPING:
+            raise
+        _logger.warning("The hub does not give %s: its sizes are those that Transformers gives a %s.", name, kind)
+        config = transformers.AutoConfig.for_model(kind)
+        for networks in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_PRETRAINING_MAPPING):
+            if type(config) in networks:  # with the head that the hub's have
+                config.architectures = [cast(Any, networks[type(config)]).__name__]
+        return config
+    return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+def _create_transformers(name: str, size: int, tokens: int | None) -> tuple[nn.Module, Any]:
+    with explain_missing("transformers", "Networks of Transformers"):
         import transformers
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = _find_config(name)
         architecture = getattr(transformers, (config.architectures or [""])[0], None)
         model = transformers.AutoModel.from_config(config) if architecture is None else architecture(config)
+    except CheckpointError:
+        raise
     except Exception as error:  # Transformers raises anything for a configuration that it does not know, or that is damaged
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
-        raise InputError(f"Transformers makes no network of {folder / 'config.json'} ({reason}). Correct it there.") from error
+        place = Path(name) / "config.json" if os.path.isdir(name) else name
+        raise InputError(f"Transformers makes no network of {place} ({reason}). Correct it there.") from error
     model.train()
     if model.main_input_name == "pixel_values":
         sides = getattr(config, "image_size", _SIDE)
@@ -69,13 +97,13 @@ def _create_transformers(folder: Path, size: int, tokens: int | None) -> tuple[n
         return model, {"pixel_values": torch.randn(size, getattr(config, "num_channels", 3), height, width)}
     if model.main_input_name != "input_ids" or not hasattr(config, "vocab_size"):
         raise InputError(
-            f"Batches are made for networks of images or texts. Received: {folder}, a {type(model).__name__}. Name a "
+            f"Batches are made for networks of images or texts. Received: {name}, a {type(model).__name__}. Name a "
             "function of yours that returns module and batch: package.module:function."
         )
     longest = getattr(config, "max_position_embeddings", None)
     length = tokens or min(_LONGEST_TEXT, longest or _LONGEST_TEXT)
     if longest is not None and length > longest:
-        raise InputError(f"{folder} takes texts of up to {longest} tokens. Received: --tokens {tokens}.")
+        raise InputError(f"{name} takes texts of up to {longest} tokens. Received: --tokens {tokens}.")
     names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
     return model, {name: torch.randint(config.vocab_size, (size, length)) for name in names}
 

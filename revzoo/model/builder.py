@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from revzoo.bijection import Bijection, SpaceToDepth
@@ -18,7 +19,7 @@ from revzoo.parts.context import BuildContext, Shape
 from revzoo.plugin import describe_failure
 from revzoo.registry import Registry, branches, couplings, fuses, heads, inits, splits, stems, transitions
 from revzoo.runtime.coupling import Coupling
-from revzoo.spec import Input, Part, Spec, StageSpec, TextInput, to_plain
+from revzoo.spec import ImageInput, Input, Part, Spec, StageSpec, TextInput, to_plain
 
 
 def build(spec: Spec) -> Model:
@@ -33,7 +34,37 @@ def build(spec: Spec) -> Model:
             f"build takes what revzoo.load_spec returns. Received: {spec!r}. Use revzoo.create(name), or "
             "revzoo.build(revzoo.load_spec(name))."
         )
-    return _Builder(spec).build()
+    try:
+        return _Builder(spec).build()
+    except SpecError as error:
+        if sizes := _find_fitting_sizes(spec):
+            first, *others = error.problems
+            hint = f" Images of {' or '.join(sizes)} pixels fit: img_size, or model.size in training."
+            raise SpecError([replace(first, hint=hint), *others]) from error
+        raise
+
+
+def _find_fitting_sizes(spec: Spec) -> list[str]:
+    """Return the next smaller and larger sizes of images that a network can be built for which this one's do not fit."""
+    if not isinstance(spec.input, ImageInput):
+        return []
+    sizes = []
+    for larger in (0, 1):
+        for unit in (32, 28):  # the strides of most networks; patches of 14
+            sides = tuple((side - (not larger)) // unit * unit + larger * unit for side in spec.input.size)
+            if min(sides) and _can_build(replace(spec, input=replace(spec.input, size=sides))):
+                sizes.append("x".join(map(str, sides)))
+                break
+    return sizes
+
+
+def _can_build(spec: Spec) -> bool:
+    try:
+        with torch.device("meta"):
+            _Builder(spec).build()
+    except SpecError:
+        return False
+    return True
 
 
 class _Builder:

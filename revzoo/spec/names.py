@@ -15,11 +15,13 @@ CONVERTED_WEIGHTS = "model.safetensors"  # next to spec.yaml in a folder that `c
 INDEX_SUFFIX = ".index.json"  # added to the name of a file of weights, gives that of the index of several files
 TENSORFLOW_FILE = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")  # ends the files of a checkpoint of TensorFlow
 WEIGHTS_INDEX = CONVERTED_WEIGHTS + INDEX_SUFFIX
+CONVERSION = "conversion.json"  # in the folder of a run: where the tensors of the original network went
 UNUSED_WEIGHTS = "unused.safetensors"  # of a converted network: tensors of the original that it has no place for
 BEST_WEIGHTS = "best.safetensors"  # next to spec.yaml in the folder of a run
 NAME_A_RUN = " Name one that revzoo train has written."  # what to do about a path that is no run
 TOKENIZER = "tokenizer.json"  # next to the weights of a model for texts
 BYTES = "bytes"  # the tokenizer that needs no file
+_SUFFIXES = (".yaml", ".yml", ".safetensors", ".pth", ".pt", ".bin")  # of files that were meant
 _MOST = 3  # folders that one hint names
 ALIKE = 0.75  # one of two model names may be a misspelling if they are at least as similar as this; 1: equal
 
@@ -100,7 +102,7 @@ def refuse_source(
         raise InputError(f"{text} is not {wanted}, which is a .yaml file.{listed}")
     if not folder and not name.endswith((".yaml", ".yml")):
         raise UnknownNameError(kind, text, known, hint)
-    raise MissingFileError(text, wanted, find_beside(text) or listed)
+    raise MissingFileError(text, wanted, find_beside(text) or hint_at_hub(text) or listed)
 
 
 def require_checkpoint(path: str) -> None:
@@ -134,7 +136,21 @@ def hint_at_model(name: str) -> str:
     nearest = find_nearest(name, model_files(), ALIKE)
     if nearest:
         return f" Did you mean {nearest!r}?"
-    return " A network of timm or Transformers becomes reversible first: revzoo convert NAME --out DIR."
+    if name.startswith(("timm:", "hf:")):
+        return f" It becomes reversible first: revzoo convert {name} --out DIR; train, plan and fits take the name itself."
+    hint = (
+        f" Of timm or the hub? revzoo train takes timm:{name} or hf:{name}; for other commands it becomes reversible first: "
+        f"revzoo convert timm:{name} --out DIR."
+    )
+    return hint_at_hub(name) or (hint if re.fullmatch(r"\w+", name) else "")
+
+
+def hint_at_hub(name: str) -> str:
+    """Return what to type for a name like those of the hub, OWNER/NAME or with a dash, with a leading blank; else nothing."""
+    owner, slash, _ = name.partition("/")
+    is_alike = re.fullmatch(r"[\w.-]+/[\w.-]+" if slash else r"\w[\w.]*(-[\w.]+)+", name)
+    is_path = owner == "runs" or os.path.exists(owner) or name.endswith(_SUFFIXES)
+    return f" Did you mean 'hf:{name}'?" if is_alike and not is_path else ""
 
 
 def _name_files(shipped: Iterable[Path], own: Iterable[Path] = ()) -> dict[str, Path]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from revzoo.checkpoint.files import find_not_finite
 from revzoo.checkpoint.slices import get_own_part
 from revzoo.errors import RecoveryError, RevzooError, join_names, quote
+from revzoo.training.converted import is_converted
 from revzoo.training.run import Run
 
 _FAR = 10  # times the loss of a network that knows nothing
@@ -74,10 +75,11 @@ def _explain(run: Run, what: str) -> DivergedError:
     recipe, progress = run.recipe, run.progress
     run.upload.settle()
     states = run.folder.list_states()
+    name = str(run.folder.path / "spec.yaml") if is_converted(recipe.model.name) else recipe.model.name
     kept = f"nothing was saved since {states[-1]}" if states else "nothing was saved"
     return DivergedError(
         f"{what} in epoch {progress.epoch + 1}, by update {progress.updates}; {kept}. Try a smaller optimizer.lr (it is "
         f"{recipe.optimizer.lr:g}), a longer schedule.warmup_epochs ({recipe.schedule.warmup_epochs}), train.clip_grad=1 "
         f"({recipe.train.clip_grad}) or train.mixed_precision=no ({recipe.train.mixed_precision}); revzoo verify "
-        f"{quote(recipe.model.name)} checks the gradients."
+        f"{quote(name)} checks the gradients."
     )

@@ -32,11 +32,11 @@ from revzoo.training.options import EmaOptions, ModelOptions, Recipe
 def load_model_spec(options: ModelOptions) -> tuple[Spec, bool]:
     """Return the model's spec, and whether an override sets a head without its number of outputs, which the data then fix."""
     try:
-        return load_spec(options.name, options.overrides), False
+        return load_spec(options.name, options.list_overrides()), False
     except SpecError as error:
         if [problem.path for problem in error.problems] != ["head.outputs"]:
             raise
-        return load_spec(options.name, [*options.overrides, "head.outputs=1"]), True
+        return load_spec(options.name, [*options.list_overrides(), "head.outputs=1"]), True
 
 
 def make_network(
@@ -166,7 +166,7 @@ class _Average(ModelEmaV3):
 def _choose_arguments(options: ModelOptions, spec: Spec, is_open: bool, data: Data, recipe: Recipe) -> dict[str, Any]:
     """Return the arguments of `create` and `create_sharded`, with the outputs that the data need."""
     needed = count_required_outputs(spec, data, recipe.data.name)
-    outputs, overrides = options.num_outputs, options.overrides
+    outputs, overrides = options.num_outputs, options.list_overrides()
     if outputs is not None and outputs < needed:
         allowed = f"at least {needed}, the {'classes in the data' if data.num_classes else 'vocabulary'}"
         raise recipe.error("model.num_outputs", str(outputs), allowed)
@@ -175,7 +175,7 @@ def _choose_arguments(options: ModelOptions, spec: Spec, is_open: bool, data: Da
         # Pretrained weights may have another head, which is replaced after loading. Without them the head is built with the
         # right size, so that it has the initialisation that the spec asks for.
         overrides = (
-            overrides if find_starting_weights(options) is not None and not is_open else (*overrides, f"head.outputs={outputs}")
+            overrides if find_starting_weights(options) is not None and not is_open else [*overrides, f"head.outputs={outputs}"]
         )
     return {
         "source": options.name,

@@ -44,10 +44,13 @@ class ModelOptions:
     """What is trained: arguments of `revzoo.create`.
 
     Args:
-        name: a model name, a spec file or a folder with spec.yaml. `model=NAME` sets it, and resets the other options except
-            `pretrained`, which says what a recipe starts from.
+        name: a model name, a spec file or a folder with spec.yaml; or timm:NAME, hf:OWNER/NAME or a folder of Transformers,
+            which `revzoo convert` can make reversible. `model=NAME` sets it, and resets the other options except `pretrained`,
+            which says what a recipe starts from.
+        size: side of the images [pixels], or [height, width]: windows, and positions that were trained, are adapted. None: the
+            model's own.
         overrides: changes to the spec, such as `stages.0.depth=3`.
-        pretrained: start from the shipped weights. Those in a folder are loaded anyway.
+        pretrained: start from the weights that ship, or timm's or the hub's. Those in a folder are loaded anyway.
         checkpoint: start from this weights file.
         num_outputs: outputs of the head; None: the number of classes in the data.
         schedule: mode of all steps, "stage_inputs" (steps invert, nodes recompute), or a list with one mode per unit.
@@ -55,12 +58,17 @@ class ModelOptions:
     """
 
     name: ModelName
+    size: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
     overrides: tuple[str, ...] = ()
     pretrained: bool = False
     checkpoint: str | None = None
     num_outputs: PositiveInt | None = None
     schedule: ModeName | Literal["stage_inputs"] | tuple[ModeName, ...] = "invert"
     exact: bool = False
+
+    def list_overrides(self) -> list[str]:
+        """Return the overrides of the spec, that of the size among them."""
+        return [*self.overrides, *([] if self.size is None else [f"img_size={to_plain(self.size)}"])]
 
 
 DecayedParameters = Literal["weights", "weights_and_positions", "all"]

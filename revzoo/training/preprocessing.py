@@ -1,6 +1,7 @@
 """How examples are prepared where training starts from weights: images and texts as the weights' own were."""
 
 import filecmp
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -18,25 +19,26 @@ from revzoo.training.options import Recipe
 _PER_CHANNEL = ("mean", "std")
 
 
-def adopt_preprocessing(recipe: Recipe, spec: Spec) -> tuple[Recipe, list[str]]:
-    """Return a recipe with the preprocessing that the file of its starting weights names, and lines that say so, or none.
+def adopt_preprocessing(recipe: Recipe, spec: Spec, config: Mapping[str, Any] | None = None) -> tuple[Recipe, list[str]]:
+    """Return a recipe with the preprocessing that belongs to its starting weights, and lines that say so, or none.
 
     What the recipe sets stays. Digits and characters are prepared in one way only, data of the user's own by the user.
 
     Args:
         recipe: the recipe.
         spec: of the model that is trained.
+        config: the preprocessing; None: what the file of the weights says.
 
     Raises:
         CheckpointError: the file's preprocessing is damaged.
     """
     if recipe.data.name in ("digits", "characters") or is_own(recipe.data.name):
         return recipe, []
-    config = _read_preprocessing(recipe)
+    config = _read_preprocessing(recipe) if config is None else config
     return _adopt_images(recipe, spec.input, config) if isinstance(spec.input, ImageInput) else _adopt_tokenizer(recipe, config)
 
 
-def _adopt_images(recipe: Recipe, input: ImageInput, config: dict[str, Any]) -> tuple[Recipe, list[str]]:
+def _adopt_images(recipe: Recipe, input: ImageInput, config: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
     """Adopt how images are normalised, resized and cropped; what a file says of other channels is left out."""
     augment, allowed = recipe.data.augment, get_type_hints(AugmentOptions, include_extras=True)
     facts = {name: config[name] for name in IMAGE_FACTS if name in config and getattr(augment, name) is None}
@@ -52,7 +54,7 @@ def _adopt_images(recipe: Recipe, input: ImageInput, config: dict[str, Any]) -> 
     return replace(recipe, data=replace(recipe.data, augment=replace(augment, **known))), [note, *notes]
 
 
-def _adopt_tokenizer(recipe: Recipe, config: dict[str, Any]) -> tuple[Recipe, list[str]]:
+def _adopt_tokenizer(recipe: Recipe, config: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
     """Adopt the tokenizer, or say that the recipe has another one."""
     known, text = config.get("tokenizer"), recipe.data.text
     if known is None or known == text.tokenizer:

@@ -14,7 +14,7 @@ from revzoo.data.base import Data
 from revzoo.display.progress import TrainingDisplay
 from revzoo.model.model import Model
 from revzoo.plugin import RECORD, list_packages
-from revzoo.spec.names import BYTES, TOKENIZER
+from revzoo.spec.names import BYTES, CONVERSION, TOKENIZER
 from revzoo.training.captured_step import StepFunction
 from revzoo.training.coupling_schedule import CouplingSchedule
 from revzoo.training.loss import Loss
@@ -49,6 +49,7 @@ class Run:
         display: what is printed.
         upload: the state that is being written.
         notes: remarks on the model for the reader.
+        conversion: report of the conversion of a network that was no model of revzoo; None for others.
         step: forward and backward of a batch with its targets; returns the loss.
         last_loss: loss of the last batch of this process; None before the first.
     """
@@ -70,6 +71,7 @@ class Run:
     display: TrainingDisplay
     upload: Upload
     notes: list[str]
+    conversion: str | None = None
     step: StepFunction = field(init=False)
     last_loss: Tensor | None = None
 
@@ -117,4 +119,6 @@ class Run:
             texts[TOKENIZER] = Path(tokenizer).read_text(encoding="utf-8")
         if packages := list_packages():
             texts[RECORD] = "\n".join(packages)
+        if self.conversion is not None:
+            texts[CONVERSION] = self.conversion
         return {**texts, RECIPE: self.recipe.to_yaml()}  # which makes the folder that of a run

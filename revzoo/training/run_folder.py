@@ -3,6 +3,7 @@
 config.yaml        the recipe, resolved            spec.yaml          the model's spec, resolved
 metrics.jsonl      one line per epoch              curves.png         drawn at the end
 classes.json       names of the classes, in order, where the labels are classes
+conversion.json    where every tensor went of a network that was made reversible on the way
 tokenizer.json     copy of the tokenizer, for a model of texts
 imports.txt        the packages that --import named
 last.safetensors   weights after the last epoch    best.safetensors   weights with the best score
@@ -41,7 +42,7 @@ RECIPE = "config.yaml"
 _STATE_NAME = re.compile(r"\d{5,}-\d{7,}")
 _TEMPORARY = re.compile(
     r"\.tmp[A-Za-z0-9]{6}|"
-    r"(config\.yaml|spec\.yaml|classes\.json|tokenizer\.json|imports\.txt|metrics\.jsonl|plan\.json|curves\.png|"
+    r"(config\.yaml|spec\.yaml|classes\.json|tokenizer\.json|conversion\.json|imports\.txt|metrics\.jsonl|plan\.json|curves\.png|"
     r"[\w-]+\.safetensors(\.index\.json)?)\.partial"
 )
 _DRAWN = {"epoch", "train_loss", "loss", CHOSEN.key}  # what the curves need of every record

@@ -1,9 +1,11 @@
 """Build everything a run consists of from its recipe: data, model, optimizer, schedules."""
 
+import json
 import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
@@ -19,6 +21,7 @@ from revzoo.spec.names import BYTES, TOKENIZER
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import TextInput
 from revzoo.spec.tree import find_differences
+from revzoo.training.converted import convert_if_named
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
 from revzoo.training.loss import make_loss
 from revzoo.training.make_network import load_model_spec, make_network
@@ -63,22 +66,28 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
         whole_batch = recipe.data.batch_size * processes
     batch_size = share_batch(whole_batch, processes, recipe)
     reseed(options.seed)
-
-    # The spec says what is read of the data, and the data how many outputs the model needs.
-    spec, is_open = call_on_all(lambda: load_model_spec(model_options))
-    if resumed and recipe.coupling is not None:  # the folder's spec has the coupling of the best weights
-        spec = with_coupling(spec, CouplingSchedule(recipe.coupling, 1, []).at(0))
-    if recipe.mixup is not None and isinstance(spec.input, TextInput):  # data of a function may be either
-        raise recipe.error("mixup", str(recipe.mixup), "null, for texts: ids cannot be mixed")
-    prepared_as: list[str] = []
-    if not resumed:  # the recipe in the folder of a run has it
-        recipe, prepared_as = call_on_all(partial(adopt_preprocessing, recipe, spec))
-    data_options = replace(recipe.data, batch_size=batch_size, text=_find_tokenizer(recipe.data.text, folder))
-    data = call_on_all(lambda: load_data(data_options, spec.input, options.seed, processes))
-    if resumed and "outputs" in spec.head.arguments:  # the spec may have more outputs than there are classes
-        model_options = replace(model_options, num_outputs=max(spec.head.arguments["outputs"], data.num_classes or 0))
-    device = accelerator.device
-    model, ema, notes = call_on_all(lambda: make_network(model_options, spec, is_open, data, recipe, device, mesh))
+    with TemporaryDirectory() as temporary:
+        convert = partial(convert_if_named, model_options, Path(temporary), recipe.data.name)
+        model_options, report = call_on_all(convert)
+        reseed(options.seed)
+        # The spec says what is read of the data, and the data how many outputs the model needs.
+        spec, is_open = call_on_all(lambda: load_model_spec(model_options))
+        if resumed and recipe.coupling is not None:  # the folder's spec has the coupling of the best weights
+            spec = with_coupling(spec, CouplingSchedule(recipe.coupling, 1, []).at(0))
+        if recipe.mixup is not None and isinstance(spec.input, TextInput):  # data of a function may be either
+            raise recipe.error("mixup", str(recipe.mixup), "null, for texts: ids cannot be mixed")
+        prepared_as: list[str] = []
+        if not resumed:  # the recipe in the folder of a run has it
+            config = None if report is None else report.model.data_config
+            recipe, prepared_as = call_on_all(partial(adopt_preprocessing, recipe, spec, config))
+        data_options = replace(recipe.data, batch_size=batch_size, text=_find_tokenizer(recipe.data.text, folder))
+        data = call_on_all(lambda: load_data(data_options, spec.input, options.seed, processes))
+        if resumed and "outputs" in spec.head.arguments:  # the spec may have more outputs than there are classes
+            model_options = replace(model_options, num_outputs=max(spec.head.arguments["outputs"], data.num_classes or 0))
+        device = accelerator.device
+        model, ema, notes = call_on_all(lambda: make_network(model_options, spec, is_open, data, recipe, device, mesh))
+    if report is not None:
+        notes.insert(0, f"{recipe.model.name} became reversible. {report.expect.rstrip('.')}")
     origin = Origin.of(recipe, spec if resumed else model.spec, data, whole_batch)
     require_same(origin, Origin.list_changes)
 
@@ -118,6 +127,7 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
         display=TrainingDisplay(accelerator.is_main_process, epochs, batches, data, options.log_every),
         upload=Upload(accelerator, run_folder, options),
         notes=[*prepared_as, *notes],
+        conversion=None if report is None else json.dumps(report.to_dict(), indent=2),
     )
     run.set_coupling(progress.updates)
     return run

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import timm
 import torch
 import torchvision
 import transformers
@@ -166,14 +165,22 @@ def test_a_truncated_file_is_refused(file):
 
 
 def test_an_unreachable_hub_is_named(monkeypatch):
-    def unreachable(*_, **__):
+    """And what to fetch, from where; what cannot be converted is refused before."""
+
+    def unreachable(*_):
         raise OSError("no route to host\nmore")
 
-    monkeypatch.setattr(timm, "create_model", unreachable)
-    with pytest.raises(
-        ConversionError, match=r"pretrained weights of test_vit \(no route to host\). Download .* --weights FILE"
-    ):
-        revzoo.convert("test_vit")
+    monkeypatch.setattr(revzoo.conversion.original, "fetch_files", unreachable)
+    for name in ("test_vit", "timm:test_vit"):
+        with pytest.raises(ConversionError, match=r"test_vit cannot .* \(no route to host\).*/timm/test_vit.* --weights FILE"):
+            revzoo.convert(name)
+    for name, reason in (("timm:convnext_atto", "What can: timm ViT"), ("vit_dwee_patch16_reg1_gap_256", "register")):
+        with pytest.raises(ConversionError, match=rf"{reason}.*revzoo\.reversible_\(module\).*revzoo\.plan"):
+            revzoo.convert(name)
+    with pytest.raises(UnknownNameError, match=r"Unknown timm model 'test_vitt'\. Did you mean 'test_vit'"):
+        revzoo.convert("timm:test_vitt")
+    with pytest.raises(ConversionError, match=r"'google/vit-base'\. Did you mean 'hf:google/vit-base'\?"):
+        revzoo.convert("google/vit-base")
 
 
 def test_the_default_start_keeps_a_small_part_of_what_the_ordinary_network_stores():

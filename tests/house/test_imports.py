@@ -29,8 +29,8 @@ LAYERS = [
     ("display",),
     ("graph",),
     ("any_plan",),
-    ("conversion", "in_place", "training"),
-    ("on_card",),
+    ("conversion", "in_place"),
+    ("training", "on_card"),
     ("timm", "commands"),
 ]
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}

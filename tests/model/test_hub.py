@@ -238,7 +238,7 @@ def test_what_the_hub_does_not_have(fake_hub):
     ):
         revzoo.create("hf-hub:me/none")
     (fake_hub.root / "you" / "other" / "main").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"hf-hub:you/other holds no spec\.yaml: .*revzoo\.convert"):
+    with pytest.raises(CheckpointError, match=r"hf-hub:you/other holds no spec\.yaml: .*revzoo convert hf:you/other"):
         revzoo.create("hf-hub:you/other")
 
 

@@ -44,7 +44,7 @@ def text(padding=None):
         (PoolingAttention, tokens(4, 4), {"heads": 2, "kv_stride": 3}, "kv_stride", "both sides of the 4x4 grid"),
         (PoolingAttention, tokens(4, 6), {"heads": 2, "relative_position": True}, "relative_position", "a square grid"),
         (LSHAttention, tokens(32), {"heads": 2, "bucket": 33}, "bucket", "at most 32"),
-        (WindowBranch, tokens(8, 8), {"heads": 3}, "window", "1, 2, 4, 8 or more on the 8x8 grid"),
+        (WindowBranch, tokens(13, 13), {"heads": 3, "window": 5}, "window", "1, 13 or more on the 13x13 grid"),
         (IRevNetUnit, image(), {"kernels": (3, 2, 3)}, "kernels", "odd numbers"),
         (IRevNetUnit, image(6), {}, "bottleneck", "a divisor of the width 6"),
         (ResidualUnit, image(), {"layout": "bottleneck", "middle": 6, "groups": 4}, "groups", "a divisor of the 6 channels"),

@@ -102,3 +102,8 @@ def test_proj_begins_near_the_mean_of_the_normed_halves_in_a_whole_network_too()
     assert noise.mean().item() == pytest.approx(0, abs=2e-3)
     merging = transition.down.reduction.weight  # which the network's initialisation did reach
     assert merging.std().item() == pytest.approx(192**-0.5 * 0.8796, rel=0.05)
+
+
+@pytest.mark.parametrize(("side", "window"), [(56, 7), (24, 6), (64, 8), (12, 6), (5, 5), (2, 2)])
+def test_a_window_of_seven_is_the_nearest_that_divides_the_grid(side, window):
+    assert WindowBranch(on_grid(side, side, index=1), heads=3, window=7).window == (window, window)

@@ -37,16 +37,25 @@ def find_source(original: Original) -> Source:
     Raises:
         ConversionError: no source handles it; the message lists all sources.
     """
-    candidates = [source for source in SOURCES if source.handles(original.description)]
+    candidates = find_candidates(original)
     for source in candidates:
         if source.recognises(original.tensors):
             return source
-    if candidates:
-        raise ConversionError(
-            f"{original.name} can be converted, but these tensors do not belong to a "
-            f"{' or '.join(source.name for source in candidates)}. Received: {join_names(list(original.tensors), most=4)}. Is "
-            "this checkpoint for another model?"
-        )
+    raise ConversionError(
+        f"{original.name} can be converted, but these tensors do not belong to a "
+        f"{' or '.join(source.name for source in candidates)}. Received: {join_names(list(original.tensors), most=4)}. Is "
+        "this checkpoint for another model?"
+    )
+
+
+def find_candidates(original: Original) -> list[Source]:
+    """Return the sources of which an original may be, whatever its tensors.
+
+    Raises:
+        ConversionError: there is none; the message lists all sources.
+    """
+    if candidates := [source for source in SOURCES if source.handles(original.description)]:
+        return candidates
     received, hint = _describe(original)
     names = join_names([source.name for source in SOURCES])
     raise ConversionError(f"{received} cannot be converted.{hint} What can: {names}. {IN_PLACE}")

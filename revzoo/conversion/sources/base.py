@@ -11,7 +11,10 @@ from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.sources.tensors import GridSize
 
 Tensors = Mapping[str, Tensor]
-IN_PLACE = "A module becomes reversible in place, as it is, with revzoo.reversible_(module)."  # ends refusals of architectures
+# What ends refusals of architectures.
+IN_PLACE = (
+    "A module becomes reversible in place, as it is, with revzoo.reversible_(module); revzoo.plan fits any other into less."
+)
 
 
 class Source(ABC):

@@ -28,7 +28,8 @@ class WindowBranch(nn.Module):
     Shapes: (B, H W, D) -> (B, H W, D), (H, W) the token grid, D divisible by heads.
     Args:
         heads: number of attention heads.
-        window: side of a window [tokens]; divides the sides of the grid. Where a side is shorter, the window is that side.
+        window: side of a window [tokens]. Where it does not divide the sides of the grid, it is the nearest that does, if that
+            is more than half of it; where a side is shorter, the window is that side.
         shift: `alternate` shifts in blocks 1, 3, ... of a stage, along sides that are longer than the window; `none` never.
         norm: norm before the attention.
         qkv_bias: whether queries, keys and values have a bias.
@@ -52,7 +53,12 @@ class WindowBranch(nn.Module):
         height, width = self.grid = context.sides
         fitting = [k for k in range(1, max(self.grid) + 1) if height % min(k, height) == 0 and width % min(k, width) == 0]
         if window < max(self.grid) and window not in fitting:
-            raise PartArgumentError("window", window, f"{', '.join(map(str, fitting))} or more on the {height}x{width} grid")
+            nearest = min(fitting, key=lambda side: abs(side - window))
+            if 2 * nearest <= window:  # too little would be left of the attention
+                raise PartArgumentError(
+                    "window", window, f"{', '.join(map(str, fitting))} or more on the {height}x{width} grid"
+                )
+            window = nearest
         self.window: Sides = (min(window, height), min(window, width))
         shifted = shift == "alternate" and context.index % 2 == 1
         self.shift: Sides = (
