@@ -38,9 +38,9 @@ def describe_headlines() -> Iterator[str]:
     """Yield the caption of the README's picture, and three numbers with the commands that repeat them."""
     plan, runtime = (json.loads(file.read_text()) for file in (ROOT / "docs/vit_base_plan.json", RESULTS / "runtime.json"))
     report = ComparisonReport.from_dict(json.loads((RESULTS / "peers.json").read_text()))
-    stored, peak = (plan[f"{which}peak_bytes"] / 1e9 for which in ("no_recompute_", ""))
+    stored, peak = (plan[f"{which}peak_bytes"] / 2**30 for which in ("no_recompute_", ""))
     yield from wrap(
-        f"*A training step of timm's ViT-B on 256 images: {stored:.1f} GB with everything stored, {peak:.1f} GB as planned, "
+        f"*A training step of timm's ViT-B on 256 images: {stored:.1f} GiB with everything stored, {peak:.1f} GiB as planned, "
         "which fits a card of 24 GB.*"
     )
     yield ""
@@ -49,7 +49,7 @@ def describe_headlines() -> Iterator[str]:
     kept = find(runtime, "peak activation memory, in streams", "transformer", "store")[depth]
     best = max(report.count_passed(name)[0] for name in ("memcnn", "RevTorch", "revlib", "reformer_pytorch"))
     for lead, text, command in (
-        (f"{less:.0%} less memory for {more:.1%} more FLOPs", "in that step, with the same gradients to the bit", PLAN),
+        (f"{100 * less:.0f} % less memory for {100 * more:.1f} % more FLOPs", "in that step, with the same gradients to the bit", PLAN),
         (
             f"{inverted:.0f} activations instead of {kept:.0f}",
             f"at the peak of a reversible transformer of {depth} blocks, and as many of one twice as deep",
