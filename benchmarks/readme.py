@@ -56,8 +56,8 @@ def describe_headlines() -> Iterator[str]:
             "python benchmarks/runtime.py",
         ),
         (
-            f"{format_passed(report, 'revzoo invert')} things that training scripts do",
-            f"are right; the next best package that rebuilds activations does {best}",
+            f"{format_passed(report, 'revzoo invert')} checks",
+            f"that things which training scripts do come out right; the next best package that rebuilds activations passes {best}",
             "python benchmarks/peers.py",
         ),
     ):
