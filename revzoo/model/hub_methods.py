@@ -4,10 +4,9 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
-from typing_extensions import Self
 
 from revzoo import hub
 from revzoo.checkpoint.folder import save_folder

@@ -1,10 +1,10 @@
 """The modes of backward: what a step, layer or node keeps for it (`chain.py`)."""
 
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
 
 
-class Mode(str, Enum):
+class Mode(StrEnum):
     """What is kept of the tensors that autograd saves: everything in the first mode, and less in each that follows.
 
     A mode is equal to its name. The order matters: the last one needs an inverse (`LayoutEntry.modes`).
@@ -16,8 +16,6 @@ class Mode(str, Enum):
     INVERT = "invert"
 
     __repr__ = str.__repr__
-    __str__ = str.__str__  # with the next one what StrEnum does, which Python 3.10 does not have
-    __format__ = str.__format__  # type: ignore[assignment]  # mypy takes it for str's own
 
     @cached_property
     def drops(self) -> bool:

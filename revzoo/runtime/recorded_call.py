@@ -127,7 +127,7 @@ class RecordedCall:
                 self._watch.abandon()
             if conflict := explain_conflict(error, self.name):
                 raise conflict from error
-            if isinstance(error, Exception) and self.name not in str(error) and hasattr(error, "add_note"):  # Python 3.11
+            if isinstance(error, Exception) and self.name not in str(error):
                 kept = " with the outputs of its products kept (mode 'selective')" if self.kept_products is not None else ""
                 error.add_note(f"Raised in {self.name}, run{kept} so that backward can run it again.")
             raise

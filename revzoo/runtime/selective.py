@@ -16,6 +16,7 @@ run and another hands them out in the second, so that only what is cheap is comp
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -180,7 +181,7 @@ class _Output:
     def take(self) -> Any:
         """Return the output; None if it has to be computed."""
         if self.is_left_out:
-            return _map(lambda unpack: unpack(), self._value, partial)
+            return _map(call, self._value, partial)
         return None if self.was_modified() else self._value
 
 

@@ -7,6 +7,7 @@ such as `torch.backends.cudnn.benchmark` was changed. A second run needs those o
 import sys
 from collections.abc import Callable
 from functools import cache, partial
+from operator import call
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ class Settings:
         return now != self._values
 
     def _read(self) -> list[Any]:
-        return [read() for read in self._readers]
+        return list(map(call, self._readers))
 
     def _write(self, wanted: list[Any], present: list[Any]) -> None:
         for write, value, other in zip(self._writers, wanted, present, strict=True):

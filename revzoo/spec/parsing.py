@@ -14,6 +14,8 @@ from typing import (
     Annotated,
     Any,
     Literal,
+    NotRequired,
+    Required,
     TypeVar,
     Union,
     cast,
@@ -22,8 +24,6 @@ from typing import (
     get_type_hints,
     is_typeddict,
 )
-
-from typing_extensions import NotRequired, Required
 
 from revzoo.bounds import Bound
 from revzoo.errors import InputError, SpecProblem, did_you_mean, join_names

@@ -165,8 +165,9 @@ def check() -> Callable[..., None]:
             module.zero_grad()
             try:
                 assert_equal(step(captured, module, inputs, loss), expected)
-            except Exception as error:
-                raise AssertionError(name) from error
+            except BaseException as error:
+                error.add_note(name)
+                raise
         assert len(captured.programs) == graphs
         if drops:
             assert any(recipe.atoms for program in captured.programs for recipe in program.recipes.values())

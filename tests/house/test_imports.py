@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -144,7 +145,6 @@ def test_the_walk_sees_imports_wherever_they_stand(tmp_path):
 def test_what_is_imported_is_declared():
     import zoo_cli
 
-    tomllib = pytest.importorskip("tomllib")  # Python 3.11
     with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]
