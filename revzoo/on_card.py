@@ -43,7 +43,7 @@ _USUAL_CARD = 24 * 10**9  # RTX 3090 and 4090, L4, A10
 _PLENTY = 2**60  # a budget that everything fits
 _LONGEST_PROBLEM = 160  # characters
 # How timm, Transformers and older versions of Transformers call it.
-_SWITCHES = ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable")
+SWITCHES = ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable")
 
 
 def fits(
@@ -266,7 +266,7 @@ def unpacked_texts(batch: Any) -> Iterator[None]:
 def checkpointed(model: nn.Module) -> Iterator[None]:
     """Checkpoint the blocks as the network's library does it; without that, the longest list of equal blocks, or all lists."""
     with preserve(model, fake=True):
-        for name in _SWITCHES:
+        for name in SWITCHES:
             try:
                 getattr(model, name)()
             except Exception:  # there is no switch, or it says that this network has no checkpoints
