@@ -21,7 +21,7 @@ import torch
 import transformers
 from ordinary_networks import UNet
 from torch import nn
-from zoo_card import DTYPES, SHARES, SIZES, Changes, Method, autocast, count_optimizers, count_step, fit_timeline
+from zoo_card import DTYPES, SHARES, SIZES, Changes, autocast, count_both_sizes, count_optimizers, fit_timeline
 
 from revzoo.errors import ConversionError
 from revzoo.graph.atoms import Atom
@@ -107,12 +107,9 @@ def count_row(network: Network) -> dict[str, Any]:
     }
     methods = []
     for name, change in ways.items():
-        with (
-            suppress(ConversionError),
-            unpacked_texts(None),
-            change(module),
-        ):  # of networks without such blocks
-            methods.append(_count_method(module, network, name))
+        with suppress(ConversionError), unpacked_texts(None), change(module):  # of networks without such blocks
+            counted = count_both_sizes(module, network.make_batch, compute_usual_loss)
+            methods.append({"name": name, "modes": {}} | counted)
     planned = {dtype: count_plans(module, network, dtype) for dtype in DTYPES}
     for number in range(len(SHARES)):
         flops, *_ = (planned[dtype][number][0] for dtype in DTYPES)
@@ -121,14 +118,6 @@ def count_row(network: Network) -> dict[str, Any]:
     parameters = sum(p.numel() for p in module.parameters())
     card = {"methods": methods, "optimizers": count_optimizers(module)}
     return {"card": card, "input": network.describe_input(), "parameters": parameters}
-
-
-def _count_method(module: nn.Module, network: Network, name: str) -> Method:
-    steps = {
-        dtype: [count_step(module, network.make_batch(size), dtype, compute_usual_loss) for size in SIZES] for dtype in DTYPES
-    }
-    timelines = {dtype: fit_timeline([changes for changes, _ in counted]) for dtype, counted in steps.items()}
-    return {"name": name, "modes": {}, "flops": steps["float32"][0][1] // SIZES[0]} | timelines
 
 
 def count_plans(module: nn.Module, network: Network, dtype: str) -> list[tuple[int, list[Changes]]]:

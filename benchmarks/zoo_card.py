@@ -33,6 +33,7 @@ from revzoo.analysis.twin import build_twin
 from revzoo.inplace_abn import backward
 from revzoo.model.create import create
 from revzoo.model.model import Model
+from revzoo.on_card import SWITCHES
 from revzoo.planning.planner import solve
 from revzoo.planning.profiling.profile import profile
 from revzoo.runtime.drift import ignore_error_growth
@@ -98,9 +99,7 @@ def _choose_schedules(model: Model) -> dict[str, list[Mode]]:
 def build_checkpointed_twin(model: Model) -> nn.Module | None:
     """Return the ordinary network with its library's checkpoints; None if it has none, or takes another input."""
     twin: Any = build_twin(model.spec)
-    # Of timm, of Transformers, and of its older versions.
-    names = ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable = next((getattr(twin, name) for name in names if hasattr(twin, name)), None)
+    enable = next((getattr(twin, name) for name in SWITCHES if hasattr(twin, name)), None)
     if enable is None:
         return None
     enable()
@@ -119,14 +118,18 @@ def count_method(network: nn.Module, model: Model, name: str, schedule: Sequence
         name: of the method.
         schedule: of the model; None for the twin.
     """
-    batches = [model.example_input(size) for size in SIZES]
     with preserve_schedules(model):
         if schedule is not None:
             model.schedule = schedule
-        steps = {dtype: [count_step(network, batch, dtype) for batch in batches] for dtype in DTYPES}
-    flops = steps["float32"][0][1] // SIZES[0]
+        return {"name": name, "modes": Counter(schedule or ())} | count_both_sizes(network, model.example_input, linear_loss)
+
+
+def count_both_sizes(network: nn.Module, make_batch: Callable[[int], Any], loss: LossFunction) -> Method:
+    """Return the FLOPs of a step for an example, and its timeline in each dtype."""
+    batches = [make_batch(size) for size in SIZES]
+    steps = {dtype: [count_step(network, batch, dtype, loss) for batch in batches] for dtype in DTYPES}
     timelines = {dtype: fit_timeline([changes for changes, _ in counted]) for dtype, counted in steps.items()}
-    return {"name": name, "modes": Counter(schedule or ()), "flops": flops} | timelines
+    return {"flops": steps["float32"][0][1] // SIZES[0]} | timelines
 
 
 def count_step(network: nn.Module, batch: Any, dtype: str, loss_function: LossFunction = linear_loss) -> tuple[Changes, int]:

@@ -4,6 +4,7 @@ huggingface_hub keeps what it fetched (`HF_HOME`), and knows who is logged in (`
 models does not fit: it adds a config.json, by which folders of Transformers are known, and writes weights as one file.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,12 @@ _SAFETENSORS, _PICKLED = (
     ("model*.safetensors", "model.safetensors.index.json"),
     ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
 )
+
+
+def is_foreign(name: str) -> bool:
+    """Return whether a name is that of a network of timm or Transformers, or a folder that Transformers has written."""
+    of_revzoo, of_transformers = (os.path.isfile(os.path.join(name, file)) for file in ("spec.yaml", _CONFIG))
+    return name.startswith((TIMM_PREFIX, TRANSFORMERS_PREFIX)) or (of_transformers and not of_revzoo)
 
 
 def fetch_if_on_hub(source: str | Path) -> str | Path:

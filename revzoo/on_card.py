@@ -2,7 +2,8 @@
 
 Nothing is computed: steps run in FakeTensors. Where the largest batch of a plan is asked for, two batches are planned. All that
 is alive in a step grows evenly with the batch, from what does not grow at all: at least weights and optimizer state, at most
-gradients, too. That bounds the peaks of the plan from above in every other batch.
+gradients, too. That bounds the peaks of the plan from above in every other batch. With the length of texts it grows at least
+evenly, and at most as its square.
 """
 
 import sys
@@ -43,7 +44,7 @@ _USUAL_CARD = 24 * 10**9  # RTX 3090 and 4090, L4, A10
 _PLENTY = 2**60  # a budget that everything fits
 _LONGEST_PROBLEM = 160  # characters
 # How timm, Transformers and older versions of Transformers call it.
-_SWITCHES = ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable")
+SWITCHES = ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable")
 
 
 def fits(
@@ -206,14 +207,20 @@ def _plan(count: _Count, stored: Method, memory: MemoryReport, most_of_others: i
     fixed = memory.weight_bytes + memory.buffer_bytes + memory.optimizer_bytes
 
     def scale(size: int, taken: int, fixed: int) -> int:
-        """Return the size that takes the limit, if `taken` bytes of a size grow evenly from `fixed`."""
-        return max(0, min(count.most, size * (count.limit - fixed) // max(1, taken - fixed)))
+        """Return a size that takes no more than the limit, if `taken` bytes of a size grow from `fixed`."""
+        ratio = (count.limit - fixed) / max(1, taken - fixed)
+        if count.dim and ratio > 1:  # attention may take as much as the square of a text's length
+            ratio **= 0.5
+        return max(0, min(count.most, int(size * ratio)))
 
     near = max(1, min(scale(count.size, least, fixed + grown), 4 * max(count.size, most_of_others)))
+    if count.dim:
+        near = most_of_others or near
     taken = least if near == count.size else make(count, near, None, report)[1]
     largest = scale(near, taken, fixed if taken <= count.limit else fixed + grown)
-    # Steps of the zoo's models may all be in one mode in a plan, too.
-    known = most_of_others if make is _plan_of_the_zoo else count.size if chosen.peak_bytes <= count.limit else 0
+    # A plan may store everything, and put all steps of the zoo's models in one mode.
+    known = most_of_others if make is _plan_of_the_zoo else stored.largest
+    known = max(known, count.size if chosen.peak_bytes <= count.limit else 0)
     return replace(chosen, largest=max(largest, known))
 
 
@@ -266,7 +273,7 @@ def unpacked_texts(batch: Any) -> Iterator[None]:
 def checkpointed(model: nn.Module) -> Iterator[None]:
     """Checkpoint the blocks as the network's library does it; without that, the longest list of equal blocks, or all lists."""
     with preserve(model, fake=True):
-        for name in _SWITCHES:
+        for name in SWITCHES:
             try:
                 getattr(model, name)()
             except Exception:  # there is no switch, or it says that this network has no checkpoints

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.display.console import print_renderable, print_text, show_status
 
     with show_status("reading") as report:
-        from revzoo.data.check import check_data
+        from revzoo.data.check import PARTS, check_data
         from revzoo.display.tables.base import DottedName, fill, make_table
 
         check = check_data(arguments.data, arguments.column, arguments.label, report)
@@ -37,11 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(asdict(check), ensure_ascii=False))
         return int(is_bad)
-    splits = ("training", "validation")
-    total = {split: sum(counts[split] for counts in check.classes.values()) for split in splits}
+    total = {split: sum(counts[split] for counts in check.classes.values()) for split in PARTS}
     shown = [*(check.classes.items() if len(check.classes) <= FEW else ()), ("all", total)]
-    table = [(DottedName(name or "without"), *(f"{counts[split]:,}" for split in splits)) for name, counts in shown]
-    print_renderable(fill(make_table(), ("class", *splits), table))
+    table = [(DottedName(name or "without"), *(f"{counts[split]:,}" for split in PARTS)) for name, counts in shown]
+    print_renderable(fill(make_table(), ("class", *PARTS), table))
     if check.sizes:
         least, median, most = ("x".join(map(str, size)) for size in check.sizes)
         modes = "".join(f", {count:,} in {mode}" for mode, count in check.modes.items())

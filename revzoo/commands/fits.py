@@ -15,11 +15,13 @@ from revzoo.commands.model_options import (
     declare_name,
     is_any_module,
     read_name,
+    require_optimizer,
 )
 from revzoo.commands.parser import DTYPE_HELP, DTYPES, JSON_HELP, NAME_HELP, Parser, positive_count
 from revzoo.commands.plan import OTHER_NAMES
-from revzoo.errors import InputError, explain_missing
+from revzoo.errors import CheckpointError, InputError, UnknownNameError, explain_missing
 from revzoo.format import format_count
+from revzoo.hub import is_foreign
 from revzoo.planning.card import parse_card
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ def declare(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Count a network's training step in every way; print the answer."""
     card = None if arguments.card is None else parse_card(arguments.card)
+    if arguments.optimizer != _NO_OPTIMIZER:
+        require_optimizer(arguments.optimizer)
     name, overrides = read_name(arguments.name, of_any_module=True)
     of_the_zoo = not is_any_module(name)
     if of_the_zoo and (arguments.tokens is not None or arguments.lora):
@@ -86,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     print_text(str(answer))
     print_renderable(tabulate_fits(answer))
     print_text(_describe(model, batch, arguments))
+    if not of_the_zoo:
+        print_text("reversible: 8 bits kept of every element and step, which changes the network's function a little.")
     return 0
 
 
@@ -117,12 +123,14 @@ def _create(
 def _create_any_module(name: str, size: int | None, tokens: int | None) -> tuple["nn.Module", Any]:
     import torch
 
-    from revzoo.graph.named_module import create_named_module, is_own_function
+    from revzoo.graph.named_module import create_named_module
 
-    if not is_own_function(name):
+    if is_foreign(name):
         try:
             with torch.device("meta"):
                 return create_named_module(name, size, tokens)
+        except (CheckpointError, UnknownNameError):
+            raise
         except Exception:  # some networks compute with numbers of theirs while they are made; a mistake comes again
             pass
     return create_named_module(name, size, tokens)
@@ -149,8 +157,7 @@ def _describe(model: "nn.Module", batch: Any, arguments: argparse.Namespace) -> 
     shapes = ", ".join(str(list(t.shape)) for t in tensors_in(batch))
     return (
         f"{parameters}, in {arguments.dtype or 'float32'}; batch of {shapes}; optimizer {arguments.optimizer}.\n"
-        "planned: the plan with the least work that fits; where everything or nothing does, one that takes little.\n"
-        "reversible: 8 bits kept of every element and step, which changes the network's function a little."
+        "planned: the plan with the least work that fits; where everything or nothing does, one that takes little."
     )
 
 

@@ -3,12 +3,11 @@
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from revzoo.commands.parser import DTYPE_HELP, DTYPES, NAME_HELP, Parser, declare_import, split_overrides
 from revzoo.errors import InputError, UnknownNameError, find_nearest
-from revzoo.hub import HUB_PREFIX
+from revzoo.hub import HUB_PREFIX, TIMM_PREFIX, is_foreign
 from revzoo.spec.loading import find_spec_file
 from revzoo.spec.names import ALIKE, model_files
 from revzoo.spec.outline import check_names
@@ -32,8 +31,7 @@ def declare_name(parser: Parser, name_help: str = NAME_HELP) -> None:
 
 def is_any_module(name: str) -> bool:
     """Return whether a name stands for a module that is not the zoo's; a folder may have a colon in its name."""
-    names_function = ":" in name and not name.startswith(HUB_PREFIX) and not os.path.exists(name)
-    return names_function or (Path(name) / "config.json").is_file()
+    return is_foreign(name) or (":" in name and not name.startswith(HUB_PREFIX) and not os.path.exists(name))
 
 
 def read_name(words: Sequence[str], *, of_any_module: bool = False) -> tuple[str, list[str]]:
@@ -58,14 +56,17 @@ def read_name(words: Sequence[str], *, of_any_module: bool = False) -> tuple[str
     except UnknownNameError:
         if not of_any_module or find_nearest(name, model_files(), ALIKE):
             raise
-        import timm
+        from revzoo.display.console import show_status
 
-        if name not in timm.list_models():
+        with show_status("loading PyTorch"):
+            import timm
+
+        if not timm.is_model(name):
             if not name.isidentifier():
                 raise
             hint = f" timm has none of this name; one of the hub is hf:{name}."
             raise UnknownNameError("model", name, model_files(), hint) from None
-        name = f"timm:{name}"
+        name = f"{TIMM_PREFIX}{name}"
     return name, overrides
 
 
@@ -86,14 +87,14 @@ def declare_model(
     parser.add_argument("--dtype", choices=DTYPES, help=DTYPE_HELP)
     parser.add_argument(
         "--optimizer",
-        type=_optimizer,
+        type=require_optimizer,
         metavar="NAME",
         help="a timm optimizer, such as adamw, whose state is counted too (default: none)",
     )
     parser.add_argument("--meta", action="store_true", help="count bytes and FLOPs only: nothing is allocated, run or timed")
 
 
-def _optimizer(name: str) -> str:
+def require_optimizer(name: str) -> str:
     """Return timm's name of an optimizer, or raise UnknownNameError before timm is imported."""
     if known := list_if_unknown(name):
         raise UnknownNameError("optimizer", name, known)

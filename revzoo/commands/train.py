@@ -4,9 +4,9 @@ import argparse
 import re
 from pathlib import Path
 
-from revzoo.commands.model_options import is_any_module
 from revzoo.commands.parser import Parser, declare_import, split_overrides
 from revzoo.errors import InputError
+from revzoo.hub import is_foreign
 from revzoo.spec.loading import find_spec_file
 
 SUMMARY = "Train a model by a recipe."
@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like data.root=DIR.")
     for word in overrides:
         path, _, name = word.partition("=")
-        if path in ("model", "model.name") and re.fullmatch(r"[\w./~-]+", name) and not is_any_module(name):
+        if path in ("model", "model.name") and re.fullmatch(r"[\w./~-]+", name) and not is_foreign(name):
             find_spec_file(name)  # a wrong name is refused before torch is imported
     from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 

@@ -225,8 +225,9 @@ def _read_data_config(description: Any, spec: Spec) -> dict[str, Any]:
 
 def _find_tokenizer(folder: Path | None, spec: Spec) -> dict[str, Any]:
     """Return the tokenizer next to the weights of a model for texts, if there is one in Hugging Face's format."""
-    is_there = folder is not None and isinstance(spec.input, TextInput) and (folder / TOKENIZER).is_file()
-    return {"tokenizer": str((folder / TOKENIZER).absolute())} if folder is not None and is_there else {}
+    if folder is None or not isinstance(spec.input, TextInput) or not (folder / TOKENIZER).is_file():
+        return {}
+    return {"tokenizer": str((folder / TOKENIZER).absolute())}
 
 
 def _make_name(name: str, choice: CouplingChoice, source: Source) -> str:

@@ -23,7 +23,7 @@ from revzoo.data.text_tables import list_tables, read_columns, require_column
 from revzoo.errors import DataError, join_names
 from revzoo.format import count_noun
 
-_SPLITS = ("training", "validation")
+PARTS = ("training", "validation")  # of the data
 _READERS = 8  # threads: decoders let others run, and each holds a whole image
 _UNEVEN = 10  # times as many examples as in the smallest class: training may then hardly notice the smallest
 _MOST = 8  # examples that a sentence names
@@ -109,20 +109,20 @@ def check_data(root: Path, column: str, label: str, report: Callable[[str], obje
     else:
         try:
             opened = open_folders(root, "RGB", require_imagenet=False)
-            parts, notes = zip(_SPLITS, (opened.train, opened.test), strict=True), opened.notes
+            parts, notes = zip(PARTS, (opened.train, opened.test), strict=True), opened.notes
             files = [
                 (split, opened.class_names[k], file) for split, x in parts for k, file in zip(x.labels, x.files, strict=True)
             ]
         except DataError as error:
             findings.append(Finding("structure", True, str(error), []))
-            files = [(_SPLITS[0], make_printable(file.parent.name), file) for file in list_images(root)]
+            files = [(PARTS[0], make_printable(file.parent.name), file) for file in list_images(root)]
         examples = [*_read_images(files, report)]
     noun, counts = "texts" if is_text else "images", Counter((e.label, e.split) for e in examples)
     findings = sorted(
         [*findings, *_find_problems(examples, noun.removesuffix("s"))], key=lambda finding: not finding.is_serious
     )
     classes = {
-        label: {split: counts[label, split] for split in _SPLITS}
+        label: {split: counts[label, split] for split in PARTS}
         for label in sorted({e.label for e in examples}, key=natural_key)
     }
     sizes = sorted((e.size for e in examples if e.size), key=prod)
@@ -154,7 +154,7 @@ def _read_image(split: str, label: str, file: Path) -> Example:
 def _read_tables(files: list[Path], column: str, label: str) -> tuple[list[Example], list[str]]:
     """Return the texts of the tables, and notes; those of a single table are split as training does it."""
     examples, notes = list[Example](), list[str]()
-    for split, file in zip(_SPLITS, files, strict=False):
+    for split, file in zip(PARTS, files, strict=False):
         table = read_columns(file)
         require_column(str(file), table, column, "--column")
         if label not in table:
@@ -166,7 +166,7 @@ def _read_tables(files: list[Path], column: str, label: str) -> tuple[list[Examp
             examples.append(Example(split, "", f"{file}:{i + 1}", problem="no text, or no label"))
         known = [str(labels[i]) if label in table else "" for i in good]
         whole = Texts(str(file), [i + 1 for i in good], [table[column][i] for i in good], known)
-        for name, part in zip((split, _SPLITS[1]), whole.split() if len(files) == 1 else [whole], strict=False):
+        for name, part in zip((split, PARTS[1]), whole.split() if len(files) == 1 else [whole], strict=False):
             for row, text, of_class in zip(part.rows, part.texts, part.labels or (), strict=True):
                 content = " ".join(text.split()).encode()
                 examples.append(Example(name, of_class, f"{file}:{row}", content, (len(text),)))
@@ -194,7 +194,7 @@ def _find_problems(examples: list[Example], noun: str) -> Iterator[Finding]:
         if chosen:
             text, names = f"{count_noun(len(chosen), noun)} {what}: {named}. {remedy}.", [[e.name for e in g] for g in chosen]
             yield Finding(kind, kind != "repeated", text, names)
-    counts = Counter(e.label for e in examples if e.split == _SPLITS[0] and e.label).most_common()
+    counts = Counter(e.label for e in examples if e.split == PARTS[0] and e.label).most_common()
     if single := [name for name, count in counts if count == 1]:
         words = f"Classes with one example for training: {join_names(single, most=_MOST)}. Add some, or remove the class."
         yield Finding("single", False, words, [single])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from revzoo.errors import CheckpointError, InputError, UnknownNameError, did_you_mean, explain_missing, join_names
-from revzoo.hub import TIMM_PREFIX, TRANSFORMERS_PREFIX, fetch_transformers
+from revzoo.hub import TIMM_PREFIX, TRANSFORMERS_PREFIX, fetch_transformers, is_foreign
 from revzoo.plugin import describe_failure, import_from_here
 
 _logger = logging.getLogger("revzoo")
@@ -38,14 +38,9 @@ def create_named_module(name: str, size: int | None, tokens: int | None = None) 
         if tokens is not None:
             raise InputError(f"{name} takes images. Received: --tokens {tokens}. Leave it out.")
         return _create_timm(name.removeprefix(TIMM_PREFIX), size or 32)
-    if is_own_function(name):
+    if not is_foreign(name):
         return _call_function(name, size, tokens)
     return _create_transformers(name, size or 8, tokens)
-
-
-def is_own_function(name: str) -> bool:
-    """Return whether a name is "package.module:function"."""
-    return not (name.startswith((TIMM_PREFIX, TRANSFORMERS_PREFIX)) or os.path.isdir(name))
 
 
 def _create_timm(name: str, size: int) -> tuple[nn.Module, Any]:

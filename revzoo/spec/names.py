@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from revzoo.errors import InputError, MissingFileError, SpecError, SpecProblem, UnknownNameError, find_nearest
+from revzoo.hub import TIMM_PREFIX, TRANSFORMERS_PREFIX
 from revzoo.plugin import list_spec_folders
 
 SPEC_FILE = "spec.yaml"  # in the folder of a run, of a converted network, and of a model that was saved
@@ -136,7 +137,7 @@ def hint_at_model(name: str) -> str:
     nearest = find_nearest(name, model_files(), ALIKE)
     if nearest:
         return f" Did you mean {nearest!r}?"
-    if name.startswith(("timm:", "hf:")):
+    if name.startswith((TIMM_PREFIX, TRANSFORMERS_PREFIX)):
         return f" It becomes reversible first: revzoo convert {name} --out DIR; train, plan and fits take the name itself."
     hint = (
         f" Of timm or the hub? revzoo train takes timm:{name} or hf:{name}; for other commands it becomes reversible first: "

@@ -11,15 +11,9 @@ from revzoo.conversion.convert import convert
 from revzoo.conversion.report import ConvertReport
 from revzoo.errors import InputError
 from revzoo.graph.named_module import create_named_module
-from revzoo.hub import TIMM_PREFIX, TRANSFORMERS_PREFIX
+from revzoo.hub import is_foreign
 from revzoo.registry import heads
 from revzoo.training.options import ModelOptions
-
-
-def is_converted(name: str) -> bool:
-    """Return whether a model's name is that of a network of timm or Transformers, or a folder that Transformers has written."""
-    of_revzoo, of_transformers = (os.path.isfile(os.path.join(name, file)) for file in ("spec.yaml", "config.json"))
-    return name.startswith((TIMM_PREFIX, TRANSFORMERS_PREFIX)) or (of_transformers and not of_revzoo)
 
 
 def convert_if_named(options: ModelOptions, folder: Path, data: str) -> tuple[ModelOptions, ConvertReport | None]:
@@ -36,7 +30,7 @@ def convert_if_named(options: ModelOptions, folder: Path, data: str) -> tuple[Mo
         InputError: Transformers makes no network for the name.
     """
     name, file = options.name, options.checkpoint
-    if not is_converted(name):
+    if not is_foreign(name):
         return options, None
     if file is not None and (own := _read_spec(Path(file))):  # weights of the converted network, as a run writes them
         spec = folder / "spec.yaml"

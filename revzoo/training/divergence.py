@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from revzoo.checkpoint.files import find_not_finite
 from revzoo.checkpoint.slices import get_own_part
 from revzoo.errors import RecoveryError, RevzooError, join_names, quote
-from revzoo.training.converted import is_converted
+from revzoo.hub import is_foreign
 from revzoo.training.run import Run
 
 _FAR = 10  # times the loss of a network that knows nothing
@@ -75,7 +75,7 @@ def _explain(run: Run, what: str) -> DivergedError:
     recipe, progress = run.recipe, run.progress
     run.upload.settle()
     states = run.folder.list_states()
-    name = str(run.folder.path / "spec.yaml") if is_converted(recipe.model.name) else recipe.model.name
+    name = str(run.folder.path / "spec.yaml") if is_foreign(recipe.model.name) else recipe.model.name
     kept = f"nothing was saved since {states[-1]}" if states else "nothing was saved"
     return DivergedError(
         f"{what} in epoch {progress.epoch + 1}, by update {progress.updates}; {kept}. Try a smaller optimizer.lr (it is "

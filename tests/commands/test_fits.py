@@ -192,6 +192,24 @@ def test_adapters_have_gradients_alone(tmp_path, run):
     assert adapted["unit"] == "tokens"
 
 
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.value = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + (x @ x.mT).softmax(-1) @ self.value(x)
+
+
+def test_the_longest_text_of_a_plan_grows_with_the_square():
+    model, texts = nn.Sequential(*(Attention() for _ in range(4))), torch.zeros(1, 32, 8)
+    answer = revzoo.fits(model, texts, 20_000_000, vary_length=True)
+    planned = {method.name: method for method in answer.methods}["planned"]
+    peak = plan_module(model, torch.zeros(1, planned.largest, 8), answer.limit_bytes)[0].peak_bytes
+    assert 0.9 * answer.limit_bytes < peak <= answer.limit_bytes
+    assert planned.largest >= max(method.largest for method in answer.methods)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -199,6 +217,7 @@ def test_adapters_have_gradients_alone(tmp_path, run):
         ("fits rev_vit_digits --card 60%", "A card has a size such as '24GB'. Received: '60%'."),
         ("fits rev_vit_digits --tokens 12", "--tokens and --lora: for networks that are not the zoo's. Received: "),
         ("fits rev_vit_digit", "Unknown model or spec file 'rev_vit_digit'. Did you mean 'rev_vit_digits'?"),
+        ("fits fit_net:make --optimizer adamww", "Unknown optimizer 'adamww'. Did you mean 'adamw'?"),
         ("fits fit_net:make --batch 4", "fit_net:make makes its own batch. Received: --batch 4. Leave it out."),
         ("fits fit_net:make --lora", "peft knows no default places for adapters in a Net ("),
         ("fits fit_net:make_asking", "A step of Asking cannot be counted: "),
