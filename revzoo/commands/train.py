@@ -96,8 +96,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.smoke:
         overrides = [*_SMOKE, *overrides]
     with loading:  # from here on: the names that only timm knows are checked last
-        recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides, complete=not arguments.print_config)
-        if not arguments.print_config:
+        trains = not arguments.print_config
+        recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides, complete=trains, has_data=trains)
+        if trains:
             from revzoo.training.loop import preview, train, try_out
     if arguments.print_config:
         from revzoo.training.recipe_text import write_recipe

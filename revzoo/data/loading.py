@@ -1,11 +1,8 @@
 """Load the data set that a recipe names, for a model's input."""
 
-import os
-
 from revzoo.data.base import Data, Examples
-from revzoo.data.options import BUNDLED, TEXTS, DataOptions, is_own
+from revzoo.data.options import TEXTS, DataOptions, is_own, require_root
 from revzoo.errors import DataError
-from revzoo.spec.names import find_beside
 from revzoo.spec.schema import Input, TextInput
 
 
@@ -26,15 +23,9 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     test: Examples
     if isinstance(options.batch_size, str):
         raise DataError(f"Only training chooses a batch size. Received: data.batch_size={options.batch_size}. Give a number.")
+    require_root(options)
     if not is_own(options.name):
         _require_fitting_input(options.name, input)
-        root = options.root or ""
-        if options.name not in BUNDLED and os.path.isfile(root):
-            raise DataError(
-                f"{root} is a file, and data.name={options.name} needs a folder. For a table of texts use revzoo train texts."
-            )
-        if options.name not in BUNDLED and not os.path.isdir(root):
-            raise DataError(f"There is no folder {root[:300]}.{find_beside(root)} Set data.root to where the data are.")
     # Imported here, because each kind of data brings libraries that the others do not need.
     if is_own(options.name):
         from revzoo.data.own import load_own

@@ -1,5 +1,6 @@
 """The `data` section of a recipe: which data set, and how its examples become tensors."""
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -14,6 +15,8 @@ from revzoo.bounds import (
     Probability,
     UnitInterval,
 )
+from revzoo.errors import DataError
+from revzoo.spec.names import find_beside
 
 TABLES = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # how rows of texts are kept
 TEXT_FILES = (*TABLES, ".txt")  # endings of files of texts
@@ -170,3 +173,21 @@ class DataOptions:
     augment: AugmentOptions = AugmentOptions()
     image: ImageOptions = ImageOptions()
     text: TextOptions = TextOptions()
+
+
+def require_root(options: DataOptions) -> None:
+    """Refuse a `data.root` that is not there, or that is a file where the data are a folder; no library is imported for it.
+
+    Raises:
+        DataError: one of these.
+    """
+    root = options.root or ""
+    if is_own(options.name) or options.name == "digits" or (options.name in TEXTS and not root):
+        return
+    if options.name not in TEXTS and os.path.isfile(root):
+        raise DataError(
+            f"{root} is a file, and data.name={options.name} needs a folder. For a table of texts use revzoo train texts."
+        )
+    if not os.path.exists(root):
+        what, data = ("file or folder", "texts") if options.name in TEXTS else ("folder", "data")
+        raise DataError(f"There is no {what} {root[:300]}.{find_beside(root)} Set data.root to where the {data} are.")

@@ -24,6 +24,8 @@ _OURS = {
     "model": ("model.name",),
     "scheduler": ("sched",),
     "image_size": ("size",),
+    "img_size": ("size",),
+    "imgsz": ("size",),
     "embed_dim": ("width",),
     "hidden_size": ("width",),
     "num_layers": ("depth",),

@@ -44,6 +44,8 @@ def convert_if_named(options: ModelOptions, folder: Path, data: str) -> tuple[Mo
         report = convert(source, file, num_outputs=options.num_outputs or 2)  # the data set the number later
     out = folder / name.rpartition("/")[2].rpartition(":")[2]
     save_folder(report.model, out)
+    if source is not name:
+        report = replace(report, expect="Its weights are random: model.pretrained is false.")
     return replace(options, name=str(out), pretrained=False, checkpoint=None), report
 
 

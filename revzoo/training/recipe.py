@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
+from revzoo.data.options import require_root
 from revzoo.errors import SpecError, SpecProblem, UnknownNameError, find_nearest, quote
 from revzoo.spec.names import BYTES, model_files, recipe_files, refuse_source
 from revzoo.spec.outline import check_names
@@ -19,17 +20,19 @@ DEFAULT_RECIPE = "digits"
 _FILE = "config.yaml"  # the recipe in the folder of a run
 
 
-def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: bool = True) -> Recipe:
+def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: bool = True, has_data: bool = False) -> Recipe:
     """Read, resolve and check a recipe.
 
     Args:
         source: a recipe's name, a .yaml file, or the folder of a run.
         overrides: changes to it as dot lists, such as `train.epochs=3`.
         complete: whether the model's name and the folder of the data must be given. If not, a missing name becomes `???`.
+        has_data: whether `data.root` must be there, which is looked up before timm is imported.
 
     Raises:
         UnknownNameError: there is no recipe or file of that name.
         SpecError: the recipe or the overrides have problems; all of them are listed.
+        DataError: `data.root` is not there, or a file where the data are a folder.
     """
     path = Path(source)
     if path.is_dir() and str(source) not in recipe_files():
@@ -64,6 +67,8 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
     ]
     if recipe is not None and not problems:
         _check_overrides(recipe.model)
+        if has_data:
+            require_root(replace(recipe.data, root=_make_absolute(recipe.data.root)))
     if problems := problems or list(find_problems_for_timm(tree)):
         raise SpecError(problems)
     assert recipe is not None

@@ -24,6 +24,7 @@ def test_every_setting_of_a_recipe_and_a_spec_has_a_path():
         ("lr", ["optimizer.lr"]),
         ("data.text.num_epochs", ["train.epochs"]),
         ("num_classes", ["model.num_outputs"]),
+        ("data.img_size", ["model.size"]),
         ("name", ["data.name", "model.name"]),
     ],
 )

@@ -76,12 +76,13 @@ def test_a_network_of_timm_at_another_size(hub, photos, tmp_path, capsys):
     assert torch.allclose(first, second, rtol=0, atol=1e-6)
 
 
-def test_without_weights(hub, photos, tmp_path):
+def test_without_weights(hub, photos, tmp_path, capsys):
     """They come from a file, or are random if the recipe says so; otherwise the message says what to do."""
     with pytest.raises(ConversionError, match=r"test_vit cannot be fetched .*model\.checkpoint=FILE.* model\.pretrained=false"):
         train(load_recipe("finetune", ["model=timm:test_vit", *photos]), tmp_path / "none")
     assert not (tmp_path / "none").exists()
     train(load_recipe("finetune", ["model=timm:test_vit", "model.pretrained=false", *photos]), tmp_path / "random")
+    assert "timm:test_vit became reversible. Its weights are random" in capsys.readouterr().out
     assert revzoo.create(tmp_path / "random").spec.name == "test_vit_momentum"
     original = timm.create_model("test_vit")
     save_file(original.state_dict(), tmp_path / "file.safetensors")
