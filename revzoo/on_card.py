@@ -23,7 +23,7 @@ from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.optimizer_step import OptimizerBytes, count_optimizer
 from revzoo.analysis.report import MemoryReport
 from revzoo.analysis.step_memory import run_and_measure
-from revzoo.errors import BudgetError, ConversionError, InputError, RevzooError
+from revzoo.errors import BudgetError, ConversionError, InputError, MissingValueError, RevzooError
 from revzoo.graph.module_planner import plan_module
 from revzoo.graph.progress import Report, keep_silent
 from revzoo.in_place.block_lists import choose_chains, find_lists
@@ -42,7 +42,7 @@ from revzoo.runtime.nested import map_tensors
 _MOST = 2**20  # examples or tokens
 _USUAL_CARD = 24 * 10**9  # RTX 3090 and 4090, L4, A10
 _PLENTY = 2**60  # a budget that everything fits
-_LONGEST_PROBLEM = 160  # characters
+_LONGEST_PROBLEM = 240  # characters
 # How timm, Transformers and older versions of Transformers call it.
 SWITCHES = ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable")
 
@@ -90,7 +90,14 @@ def fits(
             memory, flops = count.run(size)
         except Exception as error:  # a network may raise anything where its tensors have no values
             raise InputError(f"A step of {type(model).__name__} cannot be counted: {_describe_problem(error)}.") from error
-        stored = count.describe("stored", memory, 1.0)
+        try:
+            stored = count.describe("stored", memory, 1.0)
+        except Exception as error:
+            raise InputError(
+                f"A step of {type(model).__name__} is counted for other batches, too, and cannot be: "
+                f"{_describe_problem(error)}. The {('first', 'second')[dim]} dimension of a batch's tensors is "
+                f"resized, from {size} here: make it that of the {('examples', 'tokens')[dim]}."
+            ) from error
     ways: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {"checkpointed": checkpointed}
     if own:
         ways = {"checkpointed": lambda model: _in_mode(model, Mode.RECOMPUTE)}
@@ -191,6 +198,8 @@ def _try(name: str, count: Callable[[], Method]) -> Method:
 
 def _describe_problem(error: Exception) -> str:
     words = str(error) if isinstance(error, RevzooError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, MissingValueError):
+        words = words.partition("Received: ")[2]
     return textwrap.shorten(words.partition(". ")[0], _LONGEST_PROBLEM, placeholder=" ...").rstrip(".")
 
 

@@ -162,6 +162,8 @@ def create_optimizer(name: str | None, model: "nn.Module") -> "Optimizer | None"
 
     if name not in list_optimizers():
         raise UnknownNameError("optimizer", name, map(str, list_optimizers()))
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError(f"Nothing is trained: no parameter of the {type(model).__name__} requires a gradient.")
     try:
         return make_optimizer(model, name, lr=1e-3)  # only the size of its state matters
     except OptimizerError as error:

@@ -1,5 +1,6 @@
 """What a training step takes in several ways, next to the memory of a card: the answer of `revzoo fits`, in words."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from revzoo.errors import InputError
@@ -7,6 +8,7 @@ from revzoo.format import format_bytes
 from revzoo.planning.amount import read_amount
 
 CARD_SHARE = 0.9  # of a card's memory: the rest is for the driver, workspaces of kernels and fragments
+_LEAST_CARD = 10**5  # bytes; "24" and "24576" mean larger units
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Fits:
     @property
     def card(self) -> str:
         """The memory of the card, as on its box."""
-        return f"{self.card_bytes / 1e9:.3g} GB"
+        return f"{self.card_bytes / 1e9:.3g} GB" if self.card_bytes >= 1e9 else f"{self.card_bytes / 1e6:.3g} MB"
 
     def does_fit(self, method: Method) -> bool:
         """Return whether the step's peak is within nine tenths of the card."""
@@ -90,9 +92,10 @@ def parse_card(card: str | int) -> int:
     """Return the memory of a card in bytes, given as bytes or as a size such as "24GB".
 
     Raises:
-        InputError: it is neither.
+        InputError: it is neither, or too small for a card.
     """
-    number, unit = read_amount(card)
-    if unit != "bytes":
-        raise InputError(f"A card has a size such as '24GB'. Received: {card!r}.")
-    return int(number)
+    with suppress(InputError):  # of a budget, which may be other things, too
+        number, unit = read_amount(card)
+        if unit == "bytes" and number >= _LEAST_CARD:
+            return int(number)
+    raise InputError(f"A card has a size such as '24GB'. Received: {card!r}.")

@@ -50,6 +50,15 @@ def make():
 def make_asking():
     return Asking(), torch.ones(256, 16)
 
+def make_wide():
+    return Net(), torch.ones(256, 17)
+
+def make_one():
+    return nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)), torch.ones(16)
+
+def make_frozen():
+    return Net().requires_grad_(False), torch.ones(256, 16)
+
 def make_alone():
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), torch.randn(4096, 16)
 """
@@ -98,7 +107,7 @@ def test_every_row_of_an_own_network(own, run):
     card = 600_000
     answer = answer_of(run("fits", "fit_net:make", "--card", card, "--optimizer", "none", "--json"))
     assert answer["answer"].startswith("fit_net:make at batch 256 takes ")
-    assert " stored: it does not fit 0.0006 GB; " in answer["answer"]
+    assert " stored: it does not fit 0.6 MB; " in answer["answer"]
     model, batch = create_named_module("fit_net:make", None)
     rows = answer["methods"]
     assert list(rows) == ["stored", "checkpointed", "planned", "reversible"]
@@ -116,13 +125,13 @@ def test_every_row_of_an_own_network(own, run):
 
 def test_what_cannot_be_done_is_said_in_its_row(own, run):
     printed = run("fits", "fit_net:make_alone", "--card", "4MB", "--optimizer", "none")
-    assert " stored: it does not fit 0.004 GB; planned it does, at 1." in printed
+    assert " stored: it does not fit 4 MB; planned it does, at 1." in printed
     assert "reversible: not counted. Sequential has no list of two or more blocks" in printed
 
 
 def test_weights_that_a_card_does_not_hold(own, run):
     printed = run("fits", "fit_net:make", "--card", "100000")
-    assert "does not fit 0.0001 GB in any way. 1" in printed
+    assert "does not fit 0.1 MB in any way. 1" in printed
     assert "planned: not counted. Weights, gradients and optimizer state are more than the card has." in printed
 
 
@@ -213,14 +222,18 @@ def test_the_longest_text_of_a_plan_grows_with_the_square():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("fits rev_vit_digits --card lots", "A budget is bytes, a size such as '8GiB'"),
+        ("fits rev_vit_digits --card 24", "A card has a size such as '24GB'. Received: '24'."),
+        ("fits rev_vit_digits --card lots", "A card has a size such as '24GB'. Received: 'lots'."),
         ("fits rev_vit_digits --card 60%", "A card has a size such as '24GB'. Received: '60%'."),
         ("fits rev_vit_digits --tokens 12", "--tokens and --lora: for networks that are not the zoo's. Received: "),
         ("fits rev_vit_digit", "Unknown model or spec file 'rev_vit_digit'. Did you mean 'rev_vit_digits'?"),
         ("fits fit_net:make --optimizer adamww", "Unknown optimizer 'adamww'. Did you mean 'adamw'?"),
         ("fits fit_net:make --batch 4", "fit_net:make makes its own batch. Received: --batch 4. Leave it out."),
         ("fits fit_net:make --lora", "peft knows no default places for adapters in a Net ("),
-        ("fits fit_net:make_asking", "A step of Asking cannot be counted: "),
+        ("fits fit_net:make_asking", "A step of Asking cannot be counted: a value that the model (Asking) asks for"),
+        ("fits fit_net:make_wide", "A step of Net cannot be counted: blocks.0.a (Linear), with "),
+        ("fits fit_net:make_one", "A step of Sequential is counted for other batches, too, and cannot be: 0 (LayerNorm), "),
+        ("fits fit_net:make_frozen", "Nothing is trained: no parameter of the Net requires a gradient."),
         ("fits fit_net:make head.outputs=3", "Overrides: for models of the zoo. Received: fit_net:make head.outputs=3."),
         ("fits timm:test_vit --tokens 3", "timm:test_vit takes images. Received: --tokens 3. Leave it out."),
     ],
