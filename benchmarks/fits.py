@@ -44,10 +44,21 @@ class Network:
     Args:
         make: returns it.
         input: shape of an image, or the number of tokens.
+        weights: their format, if it is the only one to be counted; None counts float32 weights without and with autocast.
     """
 
     make: Callable[[], nn.Module]
     input: tuple[int, ...] | int = (3, 224, 224)
+    weights: str | None = None
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Keys of the timelines."""
+        return DTYPES if self.weights is None else (self.weights,)
+
+    def arithmetic(self, dtype: str) -> str:
+        """Return what `autocast` gets: weights that are in bfloat16 need none."""
+        return dtype if self.weights is None else "float32"
 
     def make_batch(self, size: int) -> Batch:
         """Return a batch without values."""
@@ -71,6 +82,7 @@ def _transformers(architecture: str, **sizes: Any) -> nn.Module:
     return network(network.config_class(**sizes)).train()  # type: ignore[no-any-return]
 
 
+_LARGE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "use_cache": False}
 NETWORKS = {
     "ViT-B/16": Network(partial(_timm, "vit_base_patch16_224")),
     "ViT-L/16": Network(partial(_timm, "vit_large_patch16_224")),
@@ -80,6 +92,24 @@ NETWORKS = {
     "U-Net of 4 levels": Network(UNet, (3, 256, 256)),
     "BERT base": Network(partial(_transformers, "BertForMaskedLM"), 512),
     "GPT-2": Network(partial(_transformers, "GPT2LMHeadModel", use_cache=False), 1024),
+    "Llama-3.1-8B": Network(
+        partial(_transformers, "LlamaForCausalLM", **_LARGE, vocab_size=128256, intermediate_size=14336, num_hidden_layers=32),
+        2048,
+        "bfloat16",
+    ),
+    "Qwen3-8B": Network(
+        partial(
+            _transformers,
+            "Qwen3ForCausalLM",
+            **_LARGE,
+            vocab_size=151936,
+            intermediate_size=12288,
+            num_hidden_layers=36,
+            head_dim=128,
+        ),
+        2048,
+        "bfloat16",
+    ),
 }
 
 
@@ -99,7 +129,7 @@ def main() -> None:
 def count_row(network: Network) -> dict[str, Any]:
     """Return what a row of docs/zoo.json says, as far as the page needs it."""
     with torch.device("meta"):
-        module = network.make()
+        module = network.make().to(getattr(torch, network.weights or "float32"))
     ways: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
         "store": nullcontext,
         "checkpointed": checkpointed,
@@ -113,27 +143,29 @@ def count_row(network: Network) -> dict[str, Any]:
             change(module),
         ):  # of networks without such blocks
             methods.append(_count_method(module, network, name))
-    planned = {dtype: count_plans(module, network, dtype) for dtype in DTYPES}
+    planned = {dtype: count_plans(module, network, dtype) for dtype in network.dtypes}
     for number in range(len(SHARES)):
-        flops, *_ = (planned[dtype][number][0] for dtype in DTYPES)
-        timelines = {dtype: fit_timeline(planned[dtype][number][1]) for dtype in DTYPES}
+        flops, *_ = (planned[dtype][number][0] for dtype in network.dtypes)
+        timelines = {dtype: fit_timeline(planned[dtype][number][1]) for dtype in network.dtypes}
         methods.append({"name": f"plan {number + 1}", "modes": {}, "flops": flops} | timelines)
     parameters = sum(p.numel() for p in module.parameters())
     card = {"methods": methods, "optimizers": count_optimizers(module)}
-    return {"card": card, "input": network.describe_input(), "parameters": parameters}
+    row = {"card": card, "input": network.describe_input(), "parameters": parameters}
+    return row if network.weights is None else row | {"weights": network.weights}
 
 
 def _count_method(module: nn.Module, network: Network, name: str) -> Method:
     steps = {
-        dtype: [count_step(module, network.make_batch(size), dtype, compute_usual_loss) for size in SIZES] for dtype in DTYPES
+        dtype: [count_step(module, network.make_batch(size), network.arithmetic(dtype), compute_usual_loss) for size in SIZES]
+        for dtype in network.dtypes
     }
     timelines = {dtype: fit_timeline([changes for changes, _ in counted]) for dtype, counted in steps.items()}
-    return {"name": name, "modes": {}, "flops": steps["float32"][0][1] // SIZES[0]} | timelines
+    return {"name": name, "modes": {}, "flops": steps[network.dtypes[0]][0][1] // SIZES[0]} | timelines
 
 
 def count_plans(module: nn.Module, network: Network, dtype: str) -> list[tuple[int, list[Changes]]]:
     """Return FLOPs for an example, and every change of live bytes in both sizes, of plans that are made for a large batch."""
-    with autocast(dtype):
+    with autocast(network.arithmetic(dtype)):
         with capture(module, network.make_batch(_PLANNED)) as captured:
             step = record(captured, compute_usual_loss)
             front = find_front(step)
