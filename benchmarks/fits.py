@@ -44,10 +44,17 @@ class Network:
     Args:
         make: returns it.
         input: shape of an image, or the number of tokens.
+        weights: their format, if it is the only one to be counted; None counts float32 weights without and with autocast.
     """
 
     make: Callable[[], nn.Module]
     input: tuple[int, ...] | int = (3, 224, 224)
+    weights: str | None = None
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """What `autocast` gets, by the keys of the timelines: weights that are in bfloat16 need none."""
+        return DTYPES if self.weights is None else {self.weights: "float32"}
 
     def make_batch(self, size: int) -> Batch:
         """Return a batch without values."""
@@ -71,6 +78,7 @@ def _transformers(architecture: str, **sizes: Any) -> nn.Module:
     return network(network.config_class(**sizes)).train()  # type: ignore[no-any-return]
 
 
+_LARGE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "use_cache": False}
 NETWORKS = {
     "ViT-B/16": Network(partial(_timm, "vit_base_patch16_224")),
     "ViT-L/16": Network(partial(_timm, "vit_large_patch16_224")),
@@ -80,6 +88,24 @@ NETWORKS = {
     "U-Net of 4 levels": Network(UNet, (3, 256, 256)),
     "BERT base": Network(partial(_transformers, "BertForMaskedLM"), 512),
     "GPT-2": Network(partial(_transformers, "GPT2LMHeadModel", use_cache=False), 1024),
+    "Llama-3.1-8B": Network(
+        partial(_transformers, "LlamaForCausalLM", **_LARGE, vocab_size=128256, intermediate_size=14336, num_hidden_layers=32),
+        2048,
+        "bfloat16",
+    ),
+    "Qwen3-8B": Network(
+        partial(
+            _transformers,
+            "Qwen3ForCausalLM",
+            **_LARGE,
+            vocab_size=151936,
+            intermediate_size=12288,
+            num_hidden_layers=36,
+            head_dim=128,
+        ),
+        2048,
+        "bfloat16",
+    ),
 }
 
 
@@ -99,7 +125,7 @@ def main() -> None:
 def count_row(network: Network) -> dict[str, Any]:
     """Return what a row of docs/zoo.json says, as far as the page needs it."""
     with torch.device("meta"):
-        module = network.make()
+        module = network.make().to(getattr(torch, network.weights or "float32"))
     ways: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
         "store": nullcontext,
         "checkpointed": checkpointed,
@@ -108,16 +134,17 @@ def count_row(network: Network) -> dict[str, Any]:
     methods = []
     for name, change in ways.items():
         with suppress(ConversionError), unpacked_texts(None), change(module):  # of networks without such blocks
-            counted = count_both_sizes(module, network.make_batch, compute_usual_loss)
+            counted = count_both_sizes(module, network.make_batch, compute_usual_loss, network.dtypes)
             methods.append({"name": name, "modes": {}} | counted)
-    planned = {dtype: count_plans(module, network, dtype) for dtype in DTYPES}
+    planned = {key: count_plans(module, network, dtype) for key, dtype in network.dtypes.items()}
     for number in range(len(SHARES)):
-        flops, *_ = (planned[dtype][number][0] for dtype in DTYPES)
-        timelines = {dtype: fit_timeline(planned[dtype][number][1]) for dtype in DTYPES}
+        flops, *_ = (planned[dtype][number][0] for dtype in network.dtypes)
+        timelines = {dtype: fit_timeline(planned[dtype][number][1]) for dtype in network.dtypes}
         methods.append({"name": f"plan {number + 1}", "modes": {}, "flops": flops} | timelines)
     parameters = sum(p.numel() for p in module.parameters())
     card = {"methods": methods, "optimizers": count_optimizers(module)}
-    return {"card": card, "input": network.describe_input(), "parameters": parameters}
+    row = {"card": card, "input": network.describe_input(), "parameters": parameters}
+    return row if network.weights is None else row | {"weights": network.weights}
 
 
 def count_plans(module: nn.Module, network: Network, dtype: str) -> list[tuple[int, list[Changes]]]:

@@ -49,7 +49,11 @@ def describe_headlines() -> Iterator[str]:
     kept = find(runtime, "peak activation memory, in streams", "transformer", "store")[depth]
     best = max(report.count_passed(name)[0] for name in ("memcnn", "RevTorch", "revlib", "reformer_pytorch"))
     for lead, text, command in (
-        (f"{100 * less:.0f} % less memory for {100 * more:.1f} % more FLOPs", "in that step, with the same gradients to the bit", PLAN),
+        (
+            f"{100 * less:.0f} % less memory for {100 * more:.1f} % more FLOPs",
+            "in that step, with the same gradients to the bit",
+            PLAN,
+        ),
         (
             f"{inverted:.0f} activations instead of {kept:.0f}",
             f"at the peak of a reversible transformer of {depth} blocks, and as many of one twice as deep",

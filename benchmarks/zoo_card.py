@@ -14,7 +14,7 @@ It is null for a model whose step allocates otherwise in another batch.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
@@ -45,7 +45,9 @@ Changes = NDArray[np.int64]
 Timeline = dict[str, list[int]]
 Method = dict[str, Any]
 
-DTYPES = ("float32", "bfloat16")  # the second is autocast: weights, gradients and optimizer state stay in float32
+DTYPES = {
+    dtype: dtype for dtype in ("float32", "bfloat16")
+}  # the second is autocast: weights, gradients and optimizer state stay in float32
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {  # foreach is what PyTorch takes on GPUs unless told otherwise
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True),
     "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
@@ -124,12 +126,14 @@ def count_method(network: nn.Module, model: Model, name: str, schedule: Sequence
         return {"name": name, "modes": Counter(schedule or ())} | count_both_sizes(network, model.example_input, linear_loss)
 
 
-def count_both_sizes(network: nn.Module, make_batch: Callable[[int], Any], loss: LossFunction) -> Method:
-    """Return the FLOPs of a step for an example, and its timeline in each dtype."""
+def count_both_sizes(
+    network: nn.Module, make_batch: Callable[[int], Any], loss: LossFunction, dtypes: Mapping[str, str] = DTYPES
+) -> Method:
+    """Return the FLOPs of a step for an example, and its timeline in each dtype by its key."""
     batches = [make_batch(size) for size in SIZES]
-    steps = {dtype: [count_step(network, batch, dtype, loss) for batch in batches] for dtype in DTYPES}
-    timelines = {dtype: fit_timeline([changes for changes, _ in counted]) for dtype, counted in steps.items()}
-    return {"flops": steps["float32"][0][1] // SIZES[0]} | timelines
+    steps = {key: [count_step(network, batch, dtype, loss) for batch in batches] for key, dtype in dtypes.items()}
+    timelines = {key: fit_timeline([changes for changes, _ in counted]) for key, counted in steps.items()}
+    return {"flops": next(iter(steps.values()))[0][1] // SIZES[0]} | timelines
 
 
 def count_step(network: nn.Module, batch: Any, dtype: str, loss_function: LossFunction = linear_loss) -> tuple[Changes, int]:
