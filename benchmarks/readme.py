@@ -40,8 +40,8 @@ def describe_headlines() -> Iterator[str]:
     report = ComparisonReport.from_dict(json.loads((RESULTS / "peers.json").read_text()))
     stored, peak = (plan[f"{which}peak_bytes"] / 2**30 for which in ("no_recompute_", ""))
     yield from wrap(
-        f"*A training step of timm's ViT-B on 256 images: {stored:.1f} GiB with everything stored, {peak:.1f} GiB as planned, "
-        "which fits a card of 24 GB.*"
+        f"*A training step of timm's ViT-B on 256 images: {stored:.1f} GiB with everything stored, {peak:.1f} GiB as "
+        "planned, which fits a card of 24 GB.*"
     )
     yield ""
     more, less = plan["extra_flops"] / plan["total_flops"], 1 - peak / stored
@@ -61,7 +61,7 @@ def describe_headlines() -> Iterator[str]:
         ),
         (
             f"{format_passed(report, 'revzoo invert')} checks",
-            f"that things which training scripts do come out right; the next best package that rebuilds activations passes {best}",
+            f"that what training scripts do comes out right; the next best package that rebuilds activations passes {best}",
             "python benchmarks/peers.py",
         ),
     ):

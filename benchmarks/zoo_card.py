@@ -45,9 +45,8 @@ Changes = NDArray[np.int64]
 Timeline = dict[str, list[int]]
 Method = dict[str, Any]
 
-DTYPES = {
-    dtype: dtype for dtype in ("float32", "bfloat16")
-}  # the second is autocast: weights, gradients and optimizer state stay in float32
+# The second is autocast: weights, gradients and optimizer state stay in float32.
+DTYPES = {"float32": "float32", "bfloat16": "bfloat16"}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {  # foreach is what PyTorch takes on GPUs unless told otherwise
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True),
     "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
