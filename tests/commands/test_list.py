@@ -16,7 +16,7 @@ def test_a_terminal_gets_a_line_for_each_model_by_family(run, monkeypatch, tmp_p
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     lines = [line.split() for line in run("list").splitlines()]
     rows = [words for words in lines if words and words[0].strip("*") in revzoo.list_models()]
-    assert len(rows) == 72
+    assert len(rows) == 73
     assert rows[0] == ["irevnet_digits*", "8", "x", "8", "83.6", "k", "Injective", "i-RevNet", "for", "digits"]
     assert rows[-1] == ["my_vit", "-", "-", "Mine"]
     assert min(map(len, rows[:-1])) > 5  # each has words
