@@ -27,7 +27,7 @@ def run_python(user, heading: str, names: dict[str, object]) -> None:
 
 
 def test_photographs(user, photos, capsys):
-    scratch, tiny, tune = user.read(PAGE, "revzoo train images data.root=photos")
+    _, scratch, tiny, tune = user.read(PAGE, "revzoo train images data.root=photos")
     settings = user.type(f"{scratch} --print-config")
     assert f"root: {photos}\n" in settings
     assert "  # number of epochs.\n  epochs: 30\n" in settings
