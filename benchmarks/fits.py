@@ -44,17 +44,17 @@ class Network:
     Args:
         make: returns it.
         input: shape of an image, or the number of tokens.
-        weights: their format, if it is the only one to be counted; None counts float32 weights without and with autocast.
+        dtype: of the weights, if it is the only one to be counted; None counts float32 weights without and with autocast.
     """
 
     make: Callable[[], nn.Module]
     input: tuple[int, ...] | int = (3, 224, 224)
-    weights: str | None = None
+    dtype: str | None = None
 
     @property
     def dtypes(self) -> dict[str, str]:
         """What `autocast` gets, by the keys of the timelines: weights that are in bfloat16 need none."""
-        return DTYPES if self.weights is None else {self.weights: "float32"}
+        return DTYPES if self.dtype is None else {self.dtype: "float32"}
 
     def make_batch(self, size: int) -> Batch:
         """Return a batch without values."""
@@ -125,7 +125,7 @@ def main() -> None:
 def count_row(network: Network) -> dict[str, Any]:
     """Return what a row of docs/zoo.json says, as far as the page needs it."""
     with torch.device("meta"):
-        module = network.make().to(getattr(torch, network.weights or "float32"))
+        module = network.make().to(getattr(torch, network.dtype or "float32"))
     ways: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
         "store": nullcontext,
         "checkpointed": checkpointed,
@@ -144,7 +144,7 @@ def count_row(network: Network) -> dict[str, Any]:
     parameters = sum(p.numel() for p in module.parameters())
     card = {"methods": methods, "optimizers": count_optimizers(module)}
     row = {"card": card, "input": network.describe_input(), "parameters": parameters}
-    return row if network.weights is None else row | {"weights": network.weights}
+    return row if network.dtype is None else row | {"dtype": network.dtype}
 
 
 def count_plans(module: nn.Module, network: Network, dtype: str) -> list[tuple[int, list[Changes]]]:

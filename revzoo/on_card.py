@@ -37,7 +37,7 @@ from revzoo.planning.profiling.hooks import PlannableModel
 from revzoo.planning.profiling.profile import profile
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.mode import Mode
-from revzoo.runtime.nested import map_tensors
+from revzoo.runtime.nested import map_tensors, tensors_in
 
 _MOST = 2**20  # examples or tokens
 _USUAL_CARD = 24 * 10**9  # RTX 3090 and 4090, L4, A10
@@ -212,8 +212,9 @@ def _plan(count: _Count, stored: Method, memory: MemoryReport, most_of_others: i
             chosen, least = make(count, count.size, count.limit, report)
     if chosen is None:
         chosen, least = make(count, count.size, None, report)
-    grown = memory.gradient_bytes + count.taken.update  # while backward runs
     fixed = memory.weight_bytes + memory.buffer_bytes + memory.optimizer_bytes
+    grown = fixed + memory.gradient_bytes  # while backward runs
+    updated = grown + count.taken.update
 
     def scale(size: int, taken: int, fixed: int) -> int:
         """Return a size that takes no more than the limit, if `taken` bytes of a size grow from `fixed`."""
@@ -222,11 +223,14 @@ def _plan(count: _Count, stored: Method, memory: MemoryReport, most_of_others: i
             ratio **= 0.5
         return max(0, min(count.most, int(size * ratio)))
 
-    near = max(1, min(scale(count.size, least, fixed + grown), 4 * max(count.size, most_of_others)))
+    near = max(1, min(scale(count.size, least, updated), 4 * max(count.size, most_of_others)))
     if count.dim:
         near = most_of_others or near
     taken = least if near == count.size else make(count, near, None, report)[1]
-    largest = scale(near, taken, fixed if taken <= count.limit else fixed + grown)
+    largest = scale(near, taken, fixed if taken <= count.limit else grown)
+    if not count.dim:  # an update fits beside the batch
+        batch_bytes = sum(t.numel() * t.element_size() for t in tensors_in(count.batch))
+        largest = min(largest, scale(count.size, updated + batch_bytes, updated))
     # A plan may store everything, and put all steps of the zoo's models in one mode.
     known = most_of_others if make is _plan_of_the_zoo else stored.largest
     known = max(known, count.size if chosen.peak_bytes <= count.limit else 0)

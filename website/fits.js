@@ -96,9 +96,9 @@ function describeAnswer(name, methods, { batch, limit }) {
 
 function readSetting() {
   const { dtype, optimizer, batch, card } = form.elements;
-  const { weights } = ZOO[form.elements.model.value]; // the one format that is counted
-  dtype.disabled = Boolean(weights);
-  return { dtype: weights ?? dtype.value, optimizer: optimizer.value, batch: Math.max(1, Math.floor(batch.value) || 1),
+  const only = ZOO[form.elements.model.value].dtype; // of the weights, where no other is counted
+  dtype.disabled = Boolean(only);
+  return { dtype: only ?? dtype.value, optimizer: optimizer.value, batch: Math.max(1, Math.floor(batch.value) || 1),
     limit: card.value * 1e9 * SHARE };
 }
 
@@ -118,9 +118,9 @@ function describeRow(label, method, { limit }, stored) {
 }
 
 function describeModel(name, { optimizer, limit }) {
-  const { card, input, parameters, weights } = ZOO[name];
+  const { card, input, parameters, dtype } = ZOO[name];
   const [state] = card.optimizers[optimizer];
-  const taken = `Weights in ${weights ?? "float32"} take ${formatBytes((weights ? 2 : 4) * parameters)}`;
+  const taken = `Weights in ${dtype ?? "float32"} take ${formatBytes((dtype ? 2 : 4) * parameters)}`;
   return `${name}: ${parameters.toLocaleString("en")} parameters, input ${input}. ${taken}, gradients at the end of backward as ` +
     `much again, the state of ${optimizer} ${formatBytes(state)}, whatever the batch. A step may take ` +
     `${formatBytes(limit)}: 90 % of ${form.elements.card.value} GB. The rest is left to the driver, kernels and fragments.`;

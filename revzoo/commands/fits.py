@@ -31,6 +31,10 @@ SUMMARY = "Count whether a training step fits a card, and what makes it fit."
 
 _RANK = 8  # of adapters, which is also peft's default
 _NO_OPTIMIZER = "none"
+_NOTES = {
+    "planned": "the plan with the least work that fits; where everything or nothing does, one that takes little.",
+    "reversible": "8 bits kept of every element and step, which changes the network's function a little.",
+}
 
 
 def declare(parser: Parser) -> None:
@@ -90,8 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
     print_text(str(answer))
     print_renderable(tabulate_fits(answer))
     print_text(_describe(model, batch, arguments))
-    if not of_the_zoo:
-        print_text("reversible: 8 bits kept of every element and step, which changes the network's function a little.")
+    for method in answer.methods:
+        if method.name in _NOTES and not method.problem:
+            print_text(f"{method.name}: {_NOTES[method.name]}")
     return 0
 
 
@@ -155,10 +160,7 @@ def _describe(model: "nn.Module", batch: Any, arguments: argparse.Namespace) -> 
     every, trained = (sum(p.numel() for p in ps) for ps in (model.parameters(), filter(_needs_gradient, model.parameters())))
     parameters = f"{format_count(every)} parameters" + (f", {format_count(trained)} of them trained" if trained < every else "")
     shapes = ", ".join(str(list(t.shape)) for t in tensors_in(batch))
-    return (
-        f"{parameters}, in {arguments.dtype or 'float32'}; batch of {shapes}; optimizer {arguments.optimizer}.\n"
-        "planned: the plan with the least work that fits; where everything or nothing does, one that takes little."
-    )
+    return f"{parameters}, in {arguments.dtype or 'float32'}; batch of {shapes}; optimizer {arguments.optimizer}."
 
 
 def _needs_gradient(parameter: Any) -> bool:

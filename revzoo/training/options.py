@@ -68,7 +68,7 @@ class ModelOptions:
 
     def list_overrides(self) -> list[str]:
         """Return the overrides of the spec, that of the size among them."""
-        return [*self.overrides, *([] if self.size is None else [f"img_size={to_plain(self.size)}"])]
+        return [*([] if self.size is None else [f"img_size={to_plain(self.size)}"]), *self.overrides]
 
 
 DecayedParameters = Literal["weights", "weights_and_positions", "all"]

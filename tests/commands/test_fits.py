@@ -13,6 +13,7 @@ from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.report import MemoryReport
 from revzoo.analysis.step_memory import run_and_measure
+from revzoo.errors import BudgetError
 from revzoo.graph.module_planner import plan_module
 from revzoo.graph.named_module import create_named_module
 from revzoo.on_card import compute_usual_loss
@@ -121,6 +122,21 @@ def test_every_row_of_an_own_network(own, run):
     plan_module(model, torch.randn(largest, 16), int(0.9 * card), loss=compute_usual_loss)  # there is a plan for so many
     revzoo.reversible_(model)
     assert rows["reversible"]["peak_bytes"] == count(model, batch).peak_bytes
+
+
+def test_planned_batches_beside_an_update_of_the_optimizer(own):
+    """The update's copies of weights are gone while backward runs, so they bound no plan."""
+    model, _ = create_named_module("fit_net:make", None)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    answer = revzoo.fits(model, torch.randn(8, 16), 450_000, optimizer=optimizer)
+    largest = next(method.largest for method in answer.methods if method.name == "planned")
+
+    def plan(size: int) -> None:
+        plan_module(model, torch.randn(size, 16), answer.limit_bytes, optimizer=optimizer, loss=compute_usual_loss)
+
+    plan(largest)
+    with pytest.raises(BudgetError):
+        plan(largest * 5 // 4)
 
 
 def test_what_cannot_be_done_is_said_in_its_row(own, run):
