@@ -185,7 +185,7 @@ class _Count:
         if peak < self.limit and self.size < self.most:
             each = (look(2 * self.size) - peak) / self.size
             high = self.most if each <= 0 else min(self.most, self.size + int((self.limit - peak) / each))
-        return find_largest(look, high, self.limit)
+        return find_largest(look, high, self.limit, self.size if peak <= self.limit else 1)
 
 
 def _try(name: str, count: Callable[[], Method]) -> Method:

@@ -59,16 +59,16 @@ def explain_shortage(
     return f"A step of {size} examples takes {format_bytes(taken)}, and {free}. {advice}"
 
 
-def find_largest(count: Callable[[int], int], high: int, limit: int) -> int:
-    """Return a number of examples up to `high`, about the largest, whose step takes no more than `limit` bytes; 0 if none does.
+def find_largest(count: Callable[[int], int], high: int, limit: int, low: int = 1) -> int:
+    """Return a number of examples from `low` to `high`, about the largest, whose step takes no more than `limit` bytes, or 0.
 
     What a step takes is the largest of sums that grow in proportion to the examples, so it bends upwards only: on a straight
     line between a number that fits and one that does not, where the line meets the limit, is a number that fits.
 
     Cost: a count of two to eight numbers.
     """
-    low, low_bytes = 1, count(1)
-    if high < 1 or low_bytes > limit:
+    low_bytes = count(low)
+    if high < low or low_bytes > limit:
         return 0
     if (high_bytes := count(high)) <= limit:
         return high
