@@ -110,7 +110,9 @@ def _write_data(table: dict[str, Any]) -> str:
     """Return what "What fits my card?" computes with, of the networks that are counted, and the names of the others."""
     facts = ("card", "input", "parameters", "dtype")
     ordinary = json.loads((ROOT / "docs/fits.json").read_text(encoding="utf-8"))
-    cards = {name: {fact: row[fact] for fact in facts if fact in row} for name, row in (ordinary | table).items() if row.get("card")}
+    cards = {
+        name: {fact: row[fact] for fact in facts if fact in row} for name, row in (ordinary | table).items() if row.get("card")
+    }
     data = {"ZOO": cards, "ORDINARY": list(ordinary), "UNCOUNTED": [name for name in table if name not in cards]}
     return "".join(f"const {name} = {json.dumps(value)};\n" for name, value in data.items())
 

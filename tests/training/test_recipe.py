@@ -26,6 +26,10 @@ def test_every_recipe():
 
 
 def test_a_list_of_overrides_may_have_lost_its_quotation_marks_in_a_shell():
+    assert (
+        load_recipe("images", ["data.root=images", "model.overrides=[input.size=32]"]).model.list_overrides()[-1]
+        == "input.size=32"
+    )
     recipe = load_recipe("digits", ["model.overrides=[head={type: token_linear}, input.size=[64,64]]"])
     assert recipe.model.overrides == ("head={type: token_linear}", "input.size=[64,64]")
 

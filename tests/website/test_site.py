@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 
@@ -116,6 +116,13 @@ def test_the_page_computes_what_the_lines_say(browse, site, card, batch, optimiz
         (label, format_bytes(size), fits[label]) for label, size in expected.items()
     ]
     assert shown.count('<path d="M') >= 4
+
+
+@pytest.mark.parametrize("name", json.loads((ROOT / "docs/fits.json").read_text()))
+def test_the_page_answers_for_well_known_networks(browse, name):
+    shown = browse(f"fits.html#model={quote(name)}&batch=64&card=24")
+    assert f"{name}: " in shown
+    assert re.findall(r"</i>(stored|planned)", shown) == ["stored", "planned"]
 
 
 def test_the_page_says_which_models_are_not_counted(browse, site):
