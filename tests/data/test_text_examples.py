@@ -94,7 +94,9 @@ def test_text_files_that_cannot_be_read(tmp_path, story, options, refusal):
         f"{latin} is no text in UTF-8: line 3, byte 11 of the whole. "
     )
     assert refusal(options("characters", tmp_path), BYTES).startswith(f"{empty} is empty.")  # whatever else is there
-    assert refusal(options("characters", tmp_path / "no.txt"), BYTES).startswith(f"There is no file or folder {tmp_path}/no.txt.")
+    assert refusal(options("characters", tmp_path / "no.txt"), BYTES).startswith(
+        f"There is no file or folder {tmp_path}/no.txt."
+    )
     (tmp_path / "folder").mkdir()
     assert refusal(options("characters", tmp_path / "folder"), BYTES).startswith(f"{tmp_path}/folder has no .txt files.")
     assert "Use model.overrides=[input.vocabulary=256]" in refusal(options("characters", story), TextInput("text", 16, 255))
