@@ -81,9 +81,9 @@ def _run(name: str, rest: list[str]) -> int:
 
         import_package(package)
     if hasattr(arguments, "imports"):
-        from revzoo.plugin import import_recorded
+        from revzoo.plugin import import_packages_of_runs
 
-        for line in import_recorded(_list_words(vars(arguments).values())):
+        for line in import_packages_of_runs(_list_words(vars(arguments).values())):
             print(line, file=sys.stderr)
     status: int = command.run(arguments)
     return status

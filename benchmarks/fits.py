@@ -31,7 +31,7 @@ from revzoo.graph.counted_step import count_step as count_planned
 from revzoo.graph.front import find_front
 from revzoo.graph.spans import Nest, Spans
 from revzoo.graph.step_record import record
-from revzoo.on_card import checkpointed, compute_usual_loss, reversible_blocks, unpacked_texts
+from revzoo.on_card import checkpoint_blocks, compute_usual_loss, make_blocks_reversible, without_packing_masks
 
 Batch = Any
 _PLANNED = 128  # examples: in small batches weights and gradients are most of a peak, and plans have little to spare
@@ -128,12 +128,12 @@ def count_row(network: Network) -> dict[str, Any]:
         module = network.make().to(getattr(torch, network.dtype or "float32"))
     ways: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
         "store": nullcontext,
-        "checkpointed": checkpointed,
-        "reversible": reversible_blocks,
+        "checkpointed": checkpoint_blocks,
+        "reversible": make_blocks_reversible,
     }
     methods = []
     for name, change in ways.items():
-        with suppress(ConversionError), unpacked_texts(None), change(module):  # of networks without such blocks
+        with suppress(ConversionError), without_packing_masks(None), change(module):  # of networks without such blocks
             counted = count_both_sizes(module, network.make_batch, compute_usual_loss, network.dtypes)
             methods.append({"name": name, "modes": {}} | counted)
     planned = {key: count_plans(module, network, dtype) for key, dtype in network.dtypes.items()}

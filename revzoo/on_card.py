@@ -98,14 +98,14 @@ def fits(
                 f"{_describe_problem(error)}. The {('first', 'second')[dim]} dimension of a batch's tensors is "
                 f"resized, from {size} here: make it that of the {('examples', 'tokens')[dim]}."
             ) from error
-    ways: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {"checkpointed": checkpointed}
+    ways: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {"checkpointed": checkpoint_blocks}
     if own:
         ways = {"checkpointed": lambda model: _in_mode(model, Mode.RECOMPUTE)}
         ways["inverted"] = lambda model: _in_mode(model, Mode.INVERT)
     methods = [stored]
     for name, change in ways.items():
         report(f"counting: {name}")
-        methods.append(_try(name, partial(count.count_changed, name, change, flops)))
+        methods.append(_try(name, partial(count.count_with, name, change, flops)))
     fixed = memory.weight_bytes + memory.buffer_bytes + memory.gradient_bytes + memory.optimizer_bytes
     if fixed > answer.limit_bytes:
         methods.append(Method("planned", problem="Weights, gradients and optimizer state are more than the card has"))
@@ -115,7 +115,7 @@ def fits(
         methods.append(_try("planned", partial(_plan, count, stored, memory, most_of_others, report)))
     if not own:
         report("counting: reversible")
-        methods.append(_try("reversible", partial(count.count_changed, "reversible", reversible_blocks, flops)))
+        methods.append(_try("reversible", partial(count.count_with, "reversible", make_blocks_reversible, flops)))
     return replace(answer, fixed_bytes=fixed, methods=tuple(methods))
 
 
@@ -156,7 +156,7 @@ class _Count:
     def run(self, size: int) -> tuple[MemoryReport, int]:
         """Return the memory and the FLOPs of a step."""
         step = isolated(self.model, self.resize(size), fake=True)
-        with ignore_error_growth(), unpacked_texts(self.batch), step as inputs, FlopCounter() as flops:
+        with ignore_error_growth(), without_packing_masks(self.batch), step as inputs, FlopCounter() as flops:
             memory = run_and_measure(self.model, inputs, self.taken, loss=self.loss).memory
         return memory, flops.forward + flops.backward
 
@@ -165,7 +165,7 @@ class _Count:
         largest = self._find_largest(memory.peak_bytes)
         return Method(name, memory.after_forward_bytes, memory.peak_bytes, work, largest)
 
-    def count_changed(self, name: str, change: Callable[[nn.Module], AbstractContextManager[None]], stored: int) -> Method:
+    def count_with(self, name: str, change: Callable[[nn.Module], AbstractContextManager[None]], stored: int) -> Method:
         """Return the row of a model that is changed meanwhile, given the FLOPs of storing everything."""
         with change(self.model):
             memory, flops = self.run(self.size)
@@ -265,7 +265,7 @@ def _in_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
 
 
 @contextmanager
-def unpacked_texts(batch: Any) -> Iterator[None]:
+def without_packing_masks(batch: Any) -> Iterator[None]:
     """Let Transformers' networks make no masks for several texts in a row.
 
     They look at the values of positions whether there are some, and without values take it that there are.
@@ -283,7 +283,7 @@ def unpacked_texts(batch: Any) -> Iterator[None]:
 
 
 @contextmanager
-def checkpointed(model: nn.Module) -> Iterator[None]:
+def checkpoint_blocks(model: nn.Module) -> Iterator[None]:
     """Checkpoint the blocks as the network's library does it; without that, the longest list of equal blocks, or all lists."""
     with preserve(model, fake=True):
         for name in SWITCHES:
@@ -304,7 +304,7 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def reversible_blocks(model: nn.Module) -> Iterator[None]:
+def make_blocks_reversible(model: nn.Module) -> Iterator[None]:
     """Make the blocks reversible that seem to be residual ones, by their classes and weights; inside the block alone."""
     reversible_(model)
     try:

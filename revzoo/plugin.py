@@ -33,7 +33,7 @@ def import_package(name: str) -> ModuleType:
     return module
 
 
-def import_recorded(words: Iterable[str]) -> list[str]:
+def import_packages_of_runs(words: Iterable[str]) -> list[str]:
     """Import what the runs among some words were trained with, and return a line for each package.
 
     A run may be a stranger's. It says names: what is installed is imported, and nothing from the run or the present folder.
@@ -50,12 +50,12 @@ def import_recorded(words: Iterable[str]) -> list[str]:
         text = Path(record).read_text(encoding="utf-8") if path and os.path.isfile(record) else ""
         for name in re.findall(r"^\w+(?:\.\w+)*$", text, re.MULTILINE):
             if name not in _imported:
-                _import_installed(name, path)
+                _import_from_environment(name, path)
                 lines.append(f"Imported {name}, with which {path} was trained.")
     return lines
 
 
-def _import_installed(name: str, path: str) -> None:
+def _import_from_environment(name: str, path: str) -> None:
     before, here = sys.path[:], os.getcwd()
     sys.path[:] = [folder for folder in INSTALLED if os.path.abspath(folder) != here]
     try:

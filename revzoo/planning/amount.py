@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 from revzoo.errors import InputError
 from revzoo.format import BYTE_UNITS
 
+USABLE_SHARE = 0.9  # of a memory: the rest is for the driver, workspaces of kernels and fragments
 ALLOWED = "bytes, a size such as '8GiB', a share such as '60%', or 'auto'"
 _UNITS = BYTE_UNITS | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
 

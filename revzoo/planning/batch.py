@@ -136,10 +136,10 @@ def find_best_batch(
             stored, plan = seconds, replace(plan, seconds=seconds, spread=spread)
         return seconds, (BatchRow(size, seconds, stored, inverted, plan.peak_bytes, plan.schedule), plan)
 
-    found = search_sizes(look_at, low, high)
-    best = find_fastest(found)
-    seconds, (_, plan) = found[best]
-    return BatchPlan(best, plan, seconds, tuple(found[size][1][0] for size in sorted(found)))
+    measured = search_sizes(look_at, low, high)
+    best = find_fastest(measured)
+    seconds, (_, plan) = measured[best]
+    return BatchPlan(best, plan, seconds, tuple(measured[size][1][0] for size in sorted(measured)))
 
 
 def search_sizes(look_at: Callable[[int], tuple[float, T]], low: int, high: int) -> dict[int, tuple[float, T]]:
@@ -153,23 +153,23 @@ def search_sizes(look_at: Callable[[int], tuple[float, T]], low: int, high: int)
     Returns: what `look_at` has returned for the sizes that it was asked for and that fit; the fastest is among them.
     """
     try:
-        found = {low: look_at(low)}
+        measured = {low: look_at(low)}
     except MemoryError as error:
         raise BudgetError(f"A batch of {low} cannot be run on this device.") from error
     best, distance, too_large = low, high - low, high + 1
     while distance:
         for size in (best + distance, best - distance):
-            if size in found or not low <= size < too_large:
+            if size in measured or not low <= size < too_large:
                 continue
             try:
-                found[size] = look_at(size)
+                measured[size] = look_at(size)
             except (MemoryError, BudgetError):  # fragments come on top of what is counted, and on a CPU kernel workspaces
                 too_large = size
-        best = find_fastest(found)
+        best = find_fastest(measured)
         distance = -(-distance // 2) if distance > max(1, (high - low) // _PARTS) else 0
-    return found
+    return measured
 
 
-def find_fastest(found: Mapping[int, tuple[float, Any]]) -> int:
+def find_fastest(measured: Mapping[int, tuple[float, Any]]) -> int:
     """Return the batch size with most samples per second."""
-    return max(found, key=lambda size: size / found[size][0])
+    return max(measured, key=lambda size: size / measured[size][0])

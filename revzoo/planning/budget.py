@@ -11,10 +11,8 @@ from torch import nn
 
 from revzoo.device import has_streams
 from revzoo.errors import InputError
-from revzoo.planning.amount import make_budget_error, read_amount
+from revzoo.planning.amount import USABLE_SHARE, make_budget_error, read_amount
 from revzoo.runtime.live_bytes import list_parts
-
-_FREE_SHARE = 0.9  # of the free memory, for "auto": the rest is for fragments, and where nothing is run for kernel workspaces
 
 
 def parse_budget(budget: str | int | float, device: torch.device | str, present_bytes: int = 0, *, sharing: int = 1) -> int:
@@ -32,7 +30,7 @@ def parse_budget(budget: str | int | float, device: torch.device | str, present_
     """
     number, unit = read_amount(budget)
     if unit == "free":
-        number = free_bytes(device, sharing) * _FREE_SHARE + present_bytes
+        number = free_bytes(device, sharing) * USABLE_SHARE + present_bytes
     elif unit == "share":
         number *= min(_read_memory(device)[1] / sharing, _read_process_limit(device)[1])
     if number < 1:

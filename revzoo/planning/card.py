@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
-from revzoo.planning.amount import read_amount
+from revzoo.planning.amount import USABLE_SHARE, read_amount
 
-CARD_SHARE = 0.9  # of a card's memory: the rest is for the driver, workspaces of kernels and fragments
 _LEAST_CARD = 10**5  # bytes; "24" and "24576" mean larger units
 
 
@@ -55,7 +54,7 @@ class Fits:
     @property
     def limit_bytes(self) -> int:
         """What a step may take."""
-        return int(self.card_bytes * CARD_SHARE)
+        return int(self.card_bytes * USABLE_SHARE)
 
     @property
     def card(self) -> str:

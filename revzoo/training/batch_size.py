@@ -98,7 +98,7 @@ def _find_fastest(run: Run, least: int, most: int, limit: int, report: Callable[
         step = WholeStep(run, number * pairs)
         return step.measure_seconds(step.plan(limit)), number
 
-    found = search_sizes(look_at, least, most)
-    size = (best := find_fastest(found)) * pairs
-    speed = f"{size / found[best][0]:.3g} {run.data.example_noun} a second"
-    return size, f"the fastest of {least * pairs} to {max(found) * pairs} within {format_bytes(limit)} ({speed})"
+    measured = search_sizes(look_at, least, most)
+    size = (best := find_fastest(measured)) * pairs
+    speed = f"{size / measured[best][0]:.3g} {run.data.example_noun} a second"
+    return size, f"the fastest of {least * pairs} to {max(measured) * pairs} within {format_bytes(limit)} ({speed})"

@@ -16,7 +16,7 @@ from revzoo.registry import heads
 from revzoo.training.options import ModelOptions
 
 
-def convert_if_named(options: ModelOptions, folder: Path, data: str) -> tuple[ModelOptions, ConvertReport | None]:
+def convert_if_foreign(options: ModelOptions, folder: Path, data: str) -> tuple[ModelOptions, ConvertReport | None]:
     """Return options that name the reversible network, which is written into a folder, and the report of its conversion.
 
     Args:

@@ -21,7 +21,7 @@ from revzoo.spec.names import BYTES, TOKENIZER
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import TextInput
 from revzoo.spec.tree import find_differences
-from revzoo.training.converted import convert_if_named
+from revzoo.training.converted import convert_if_foreign
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
 from revzoo.training.loss import make_loss
 from revzoo.training.make_network import load_model_spec, make_network
@@ -67,7 +67,7 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
     batch_size = share_batch(whole_batch, processes, recipe)
     reseed(options.seed)
     with TemporaryDirectory() as temporary:
-        convert = partial(convert_if_named, model_options, Path(temporary), recipe.data.name)
+        convert = partial(convert_if_foreign, model_options, Path(temporary), recipe.data.name)
         model_options, report = call_on_all(convert)
         reseed(options.seed)
         # The spec says what is read of the data, and the data how many outputs the model needs.

@@ -56,14 +56,14 @@ def test_a_run_names_its_packages_which_are_imported_if_installed(own, monkeypat
     (own / "run" / "best.safetensors").touch()
     shutil.copytree(TEMPLATE / "revzoo_template", own / "revzoo_template")  # in the present folder
     with pytest.raises(InputError, match=r"run was trained with --import revzoo_template, which cannot be imported"):
-        plugin.import_recorded(["digits", "model=run"])
+        plugin.import_packages_of_runs(["digits", "model=run"])
     assert "revzoo_template" not in sys.modules
     (own / "revzoo_template").rename(own / "installed" / "revzoo_template")
     monkeypatch.setattr(plugin, "INSTALLED", [str(own), str(own / "installed")])
-    [line] = plugin.import_recorded(["run/best.safetensors", "run"])
+    [line] = plugin.import_packages_of_runs(["run/best.safetensors", "run"])
     assert line == "Imported revzoo_template, with which run/best.safetensors was trained."
     assert revzoo.list_models("template*") == ["template_digits"]
-    assert plugin.import_recorded(["run", "train.epochs=3", "x" * 5000]) == []
+    assert plugin.import_packages_of_runs(["run", "train.epochs=3", "x" * 5000]) == []
 
 
 def test_folders_of_specs_have_names(own, monkeypatch):
