@@ -21,6 +21,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.nested import map_tensors
 
 _NOT_COMPARED = ("aten.detach", "prim.")  # autograd calls the first where hooks are set; subclasses ask for the others
@@ -261,6 +262,7 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.called: list[str] = []
 
+    @leave_uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not str(func).startswith(_NOT_COMPARED):

@@ -132,7 +132,7 @@ class ReversibleChain(Scheduled, nn.Module):
                 "its list of steps."
             )
         settings = zip(self.couplings, self._schedule, strict=True)
-        return [f if isinstance(f, Bijection) else Step(f, name, *next(settings)) for name, f, *_ in layout]
+        return [e.module if isinstance(e.module, Bijection) else Step(e.module, e.name, *next(settings)) for e in layout]
 
 
 def run_chain(

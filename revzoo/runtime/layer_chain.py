@@ -66,7 +66,7 @@ class LayerChain(Scheduled, nn.Sequential):
                 "after layers have been added or removed."
             )
         modes = iter(self._schedule)
-        return [Layer(module, name, next(modes) if kind == "layer" else Mode.INVERT) for name, module, kind, *_ in layout]
+        return [Layer(e.module, e.name, next(modes) if e.kind == "layer" else Mode.INVERT) for e in layout]
 
 
 def run_layers(layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | None = None) -> Tensor:

@@ -1,7 +1,8 @@
 """The order in which a model or a chain calls its modules."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Literal, cast
 
 from torch import nn
 
@@ -11,7 +12,8 @@ from revzoo.runtime.mode import MODES, Mode
 from revzoo.runtime.schedule import STAGE_INPUTS, Applicable, check_schedule
 
 
-class LayoutEntry(NamedTuple):
+@dataclass(frozen=True)
+class LayoutEntry:
     """One of the modules that a model or chain calls in its forward.
 
     A `step` is reversible, a `layer` of one tensor may have an inverse of its own, a `node` is an ordinary module

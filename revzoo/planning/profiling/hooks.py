@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -55,7 +56,7 @@ def _read_network(model: nn.Module) -> Iterator[LayoutEntry]:
     yield LayoutEntry(f"before {next(iter(chains))}", nn.Identity(), "rest")
     for path, chain in chains.items():
         for entry in chain.layout():
-            yield entry._replace(name=f"{path}.{entry.name}".removeprefix("."))
+            yield replace(entry, name=f"{path}.{entry.name}".removeprefix("."))
         yield LayoutEntry(f"after {path}", chain.end, "rest")
 
 
@@ -78,7 +79,7 @@ def _read_layer(entry: LayoutEntry) -> LayoutEntry:
             f"A layer of a planned chain has one mode. Received: layer {entry.name}, a {type(entry.module).__name__} of layers "
             "that are inverted one by one. Give LayerChain these layers themselves."
         )
-    return entry._replace(kind="node")
+    return replace(entry, kind="node")
 
 
 def list_units(model: nn.Module) -> list[LayoutEntry]:
