@@ -242,7 +242,8 @@ class _CustomFunction(torch.autograd.Function):
             ctx.mark_dirty(*(results[i] for i in call.dirty))
         if call.non_differentiable:
             ctx.mark_non_differentiable(*(results[i] for i in call.non_differentiable))
-        ctx.places = [i for i, each in enumerate(saved) if isinstance(each, Tensor) and (call.checked is None or i in call.checked)]
+        checked = range(len(saved)) if call.checked is None else call.checked
+        ctx.places = [i for i, each in enumerate(saved) if i in checked and isinstance(each, Tensor)]
         ctx.save_for_backward(*(saved[i] for i in ctx.places))
         for i in ctx.places:
             saved[i] = None
