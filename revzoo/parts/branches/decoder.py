@@ -37,6 +37,8 @@ class CausalAttention(nn.Module):
         GPT2Attention and LlamaAttention, whose queries, keys and values are one matrix here.
     """
 
+    takes_past = True
+
     def __init__(
         self,
         context: BuildContext,
@@ -114,6 +116,8 @@ class DecoderBlock(nn.Module):
         ratio, act, gated: as for `mlp`.
     Source: Gal et al. 2025 (arXiv:2512.02056), equation 2.5.
     """
+
+    takes_past = True
 
     def __init__(
         self,

@@ -26,6 +26,8 @@ class MlpBranch(nn.Module):
     Source: Rev-ViT's G (SlowFast `reversible_mvit.py`, MLPSubblock); gated: Shazeer 2020, as in Llama.
     """
 
+    takes_past = True  # which a network hands to its steps when it continues a text; here it has no effect
+
     def __init__(
         self,
         context: BuildContext,
