@@ -90,7 +90,7 @@ class TokenLinear(LinearHead):
             if context.embedding is None or context.embedding.shape != (outputs, width):
                 table = "none" if context.embedding is None else "{} of {} channels".format(*context.embedding.shape)
                 raise PartArgumentError("tied", tied, f"false, or as many outputs as embeddings of {width} channels ({table})")
-            self.linear.weight = context.embedding
+            self.classifier.register_parameter("weight", context.embedding)
             self._tied = True
 
     def reset(self, outputs: int, like: Tensor | None = None) -> None:
