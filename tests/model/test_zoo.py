@@ -17,6 +17,7 @@ TABLE = json.loads((Path(__file__).parents[2] / "docs" / "zoo.json").read_text()
 FAMILIES = {
     "irevnet": ("irevnet_digits", "irevnet_300"),
     "reformer": ("reformer_mini", "reformer_enwik8"),
+    "rev_gpt": ("rev_gpt_mini", "rev_gpt_20m"),  # larger ones keep logits more than anything else
     "rev_bert": ("rev_bert_mini", "rev_bert_large"),
     "rev_mvit": ("rev_mvit_digits", "rev_mvit_h"),
     "rev_roberta": ("rev_roberta_mini", "rev_roberta_large_1024"),
@@ -39,6 +40,8 @@ V2 = [f"block.f.{key}=true" for key in ("pool_query", "relative_position", "resi
 VARIANTS = [
     ("irevnet_digits", ["block.f.dropout=0.2"]),
     ("reformer_mini_full", ["stages.0.depth=2"]),
+    ("rev_llama_1b", ["input={length: 20, vocabulary: 30}", "stem.width=64", "stages=[{depth: 2, width: 64}]"]),
+    ("rev_gpt_20m_midpoint", ["input={length: 20, vocabulary: 30}", "stages.0.depth=2"]),
     ("rev_mvit_digits", ["stages.1.transition.fuse=mean", *V2, "stages.1.transition.relative_position=true"]),
     ("rev_mvit_digits", ["stages.1.transition.fuse=mlp"]),
     ("rev_swin_digits", ["stages.1.transition.fuse=mlp"]),
@@ -60,7 +63,9 @@ def test_gradients_equal_stored_ones(name, overrides, gradients):
 
 
 # The other families have tests of exact gradients in test_model.py and test_text.py.
-@pytest.mark.parametrize("name", ["reformer_mini", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits"])
+@pytest.mark.parametrize(
+    "name", ["reformer_mini", "rev_gpt_mini", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits"]
+)
 def test_exact_gradients_are_bit_identical_in_float32(name, gradients):
     model = revzoo.create(name, exact=True)
     gradients.make_streams_unequal(model)
@@ -68,6 +73,19 @@ def test_exact_gradients_are_bit_identical_in_float32(name, gradients):
     expected = gradients.compute(model, "store", batch)
     for schedule in ("invert", "stage_inputs", gradients.draw_modes(model, 0)):
         assert gradients.differing(gradients.compute(model, schedule, batch), expected) == []
+
+
+@pytest.mark.parametrize("name", ["rev_gpt_mini", "rev_gpt_20m_midpoint"])
+@pytest.mark.parametrize(
+    "coupling", ["midpoint", "leapfrog", "{type: momentum, gain: 1.0, kept_bits: 8}", "{type: dual_residual, kept_bits: 1}"]
+)
+def test_a_gpt_is_inverted_to_the_bit_with_every_coupling(name, coupling, gradients):
+    small = ["input.length=12", "input.vocabulary=20", "stages.0.depth=2", f"block.coupling={coupling}"]
+    model = revzoo.create(name, overrides=small, exact="kept_bits" not in coupling)
+    batch = model.example_input(2)
+    expected = gradients.compute(model, "store", batch)
+    assert all(g.abs().sum() > 0 for g in expected.values()), "every parameter takes part"
+    assert gradients.differing(gradients.compute(model, "invert", batch), expected) == []
 
 
 @pytest.mark.slow
