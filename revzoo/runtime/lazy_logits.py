@@ -74,6 +74,11 @@ class LazyLogits(Tensor):
         self._versions = _count_changes(module)
         return self
 
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden states."""
+        return self._lazy[1]
+
     def make(self) -> Tensor:
         """Return the whole logits, with their graph. Raises InputError if the head has changed since it was called."""
         head, hidden, _, module, _, is_turned = self._lazy
