@@ -125,12 +125,17 @@ class _Tokens:
             self._chunk = _choose_chunk(width)
 
     def __iter__(self) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
+        place: slice | Tensor
         count, begin = len(self._targets if self._kept is None else self._kept), 0
         while begin < count or begin == 0:
-            end = begin + self._chunk
-            place = slice(begin, min(end, count)) if self._kept is None else self._kept[begin:end]
-            yield place, self._rows[place], self._targets[place]
-            begin = end
+            size = min(self._chunk, count - begin)
+            if self._kept is None:  # labels are copied: with a view, `LiveBytes` would count all of them again
+                place = slice(begin, begin + size)
+                yield place, self._rows[place], self._targets.narrow_copy(0, begin, size)
+            else:
+                place = self._kept[begin : begin + size]
+                yield place, self._rows[place], self._targets[place]
+            begin += max(size, 1)
 
 
 def _choose_chunk(width: int) -> int:
