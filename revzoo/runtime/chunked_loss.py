@@ -248,7 +248,12 @@ def _require(head: Any, hidden: Tensor, labels: Tensor, reduction: str, chunk: A
         raise InputError(f"reduction is 'mean', 'sum' or 'none'. Received: {reduction!r}.")
     if chunk is not None and not (type(chunk) is int and chunk >= 1):
         raise InputError(f"chunk is a number of tokens, an integer >= 1. Received: {chunk!r}.")
-    if is_sharded(hidden, *(head.parameters() if isinstance(head, nn.Module) else ())):
+    require_undivided(hidden, *(head.parameters() if isinstance(head, nn.Module) else ()))
+
+
+def require_undivided(*tensors: Tensor) -> None:
+    """Raise InputError if processes divide one of the tensors of a head and its input."""
+    if is_sharded(*tensors):
         raise InputError(
             "A head that processes divide cannot run in chunks: each would gather it anew. Received: parameters that are "
             "shards (DTensor). Leave the head to fully_shard of the whole model, and call chunked_loss in its forward."
