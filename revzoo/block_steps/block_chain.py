@@ -263,8 +263,6 @@ class BlockStep(nn.Module):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: BlockOutput, extras: dict[str, Any]) -> Any:
         """Call the block with these arguments; see `Arguments` for the others."""
         x, key = find_state(self.block, self.name, args, kwargs)
-        if is_checkpointed(self.block):  # the owner's forward was not called as a module
-            self.chain.checkpoints.pass_by(self.block)
         arguments = Arguments(*put_state(None, key, args, kwargs), key, x.dtype, returned, extras)
         if is_exporting():
             raise InputError(
@@ -277,6 +275,8 @@ class BlockStep(nn.Module):
 
     def forward(self, state: Tensor, arguments: Arguments) -> Tensor:
         """Return f(w[k]): what the block returns in place of the state that it is given."""
+        if is_checkpointed(self.block):  # switched on since forward, or the owner was not called as a module
+            self.chain.checkpoints.pass_by(self.block)
         returned = arguments.returned
         positional, keywords = put_state(state.to(arguments.dtype), arguments.key, arguments.positional, arguments.keywords)
         if self._own_forward is None:

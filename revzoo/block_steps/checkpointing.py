@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
-from torch.utils.hooks import RemovableHandle
 
 from revzoo.errors import InputError
 from revzoo.runtime.ownership import ModuleReference
@@ -43,18 +42,19 @@ class Checkpoints:
     def __init__(self, owner: ModuleReference, steps: Sequence[_Step]):
         self._owner = owner
         self._steps = steps
-        self._hook: RemovableHandle | None = None
         self._has_told = False
 
     def watch(self) -> None:
         """Let them be passed by in every forward of the owner."""
         if (owner := self._owner()) is not None:
-            self._hook = owner.register_forward_pre_hook(self.pass_by)
+            owner.register_forward_pre_hook(self.pass_by)
 
     def end_watch(self) -> None:
         """End `watch`."""
-        if self._hook is not None:
-            self._hook.remove()
+        if (owner := self._owner()) is not None:  # a handle could not be copied with blocks whose owner is gone
+            hooks = owner._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                del hooks[key]
 
     def pass_by(self, module: nn.Module, _: Any = None) -> None:
         """Switch them off if this module, the owner or a block, is checkpointed or has such blocks; warn of it once."""

@@ -61,7 +61,7 @@ def test_a_loop_with_checkpoints_of_its_own_leaves_reversible_blocks_to_their_ch
         calls.append([])
         tanhs = [Tanh(lambda m, x: (calls[-1].append(m), x + m.layer(x).tanh())[1]) for _ in range(3)]
         loop = Loop(use_reentrant, *tanhs[:2], nn.Sequential(tanhs[2], nn.Linear(6, 6)))
-        revzoo.reversible_(loop, "blocks")
+        revzoo.reversible_(loop)
         loop(X).square().sum().backward()
         gradients.append({name: p.grad for name, p in loop.named_parameters()})
         calls[-1] = [calls[-1].count(m) for m in tanhs]
@@ -85,6 +85,26 @@ def test_a_hook_of_a_block_that_saves_tensors_inside_a_checkpoint_gets_the_gradi
         loop.blocks[2].register_forward_hook(lambda _, x, y: y.sin())
         loop(X).square().sum().backward()
         gradients.append({name: p.grad for name, p in loop.named_parameters()})
+    assert_equal(gradients[1], gradients[0])
+
+
+@PASSED_BY
+def test_it_may_be_switched_off_and_on_between_forward_and_backward():
+    """As TRL does it around a reference model with the same weights."""
+    gradients = []
+    for enables in (False, True):
+        torch.manual_seed(0)
+        model = llama().train()
+        revzoo.reversible_(model)
+        torch.manual_seed(1)
+        loss = model(**NETWORKS["llama"][2]).loss
+        if enables:
+            model.gradient_checkpointing_enable()
+            with pytest.warns(UserWarning, match=WARNING):
+                loss.backward()
+        else:
+            loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert_equal(gradients[1], gradients[0])
 
 
