@@ -46,6 +46,7 @@ class Checkpoints:
 
     def watch(self) -> None:
         """Let them be passed by in every forward of the owner."""
+        self.end_watch()  # an interrupted `ordinary_` installs again
         if (owner := self._owner()) is not None:
             owner.register_forward_pre_hook(self.pass_by)
 
