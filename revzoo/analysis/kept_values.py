@@ -28,12 +28,16 @@ class KeptValues(TorchDispatchMode):
         super().__init__()
         owners = [t for t in tensors if has_value(t) and t.layout is torch.strided and not wraps_tensors(type(t))]
         self._storages = {s._cdata: s for s in (t.untyped_storage() for t in owners)}
+        self._data = [(t, t.data) for t in owners]
         self._versions = [(t, t._version) for t in owners if not t.is_inference()]
         self._kept: dict[int, torch.UntypedStorage] = {}
         self._writes: dict[Any, bool] = {}  # looking into a schema takes as long as a small operation
 
     def restore(self) -> None:
         """Put back what was written to, and the counts of writes: a graph that has saved these tensors is valid again."""
+        for t, data in self._data:
+            if t.untyped_storage()._cdata != data.untyped_storage()._cdata:  # bitsandbytes packs weights anew in evaluation
+                t.data = data
         for key, values in self._kept.items():
             self._storages[key].copy_(values)
         changed = [(t, version) for t, version in self._versions if t._version != version]

@@ -23,13 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.block_steps.chain_position import Position, find_position, is_noted, note_position
+from revzoo.block_steps.checkpointing import Checkpoints, is_checkpointed, leave_checkpoint, refuse_second_run
 from revzoo.block_steps.conventions import (
-    SWITCH_CHECKPOINTING_OFF,
     find_place,
     find_state,
     get_state,
     is_cache,
-    is_checkpointed,
     is_empty_cache,
     leave_out_caches,
     put_state,
@@ -99,6 +98,7 @@ class BlockChain:
         self.states, self._smallest_row = grid.states, grid.smallest_row
         self._beginnings = 0
         self.members: list[BlockStep] = []
+        self.checkpoints = Checkpoints(self._owner, self.members)
         self.end = nn.Identity()  # for observers, it stands for what the network computes after the last step
 
     @property
@@ -239,9 +239,13 @@ class BlockStep(nn.Module):
     def install(self) -> None:
         """Stand in place of the block's `forward`."""
         self.block.__dict__["forward"] = self.call
+        if self.index == 0:
+            self.chain.checkpoints.watch()
 
     def remove(self) -> None:
         """Give the block its own `forward` back."""
+        if self.index == 0:
+            self.chain.checkpoints.end_watch()
         if self._own_forward is None:
             self.block.__dict__.pop("forward", None)
         else:
@@ -259,11 +263,6 @@ class BlockStep(nn.Module):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: BlockOutput, extras: dict[str, Any]) -> Any:
         """Call the block with these arguments; see `Arguments` for the others."""
         x, key = find_state(self.block, self.name, args, kwargs)
-        if self.block.training and any(is_checkpointed(m) for m in (self.block, self.chain.owner) if m is not None):
-            raise InputError(
-                f"{self.name} is reversible, so there is no input that gradient checkpointing would have to keep. Received: "
-                f"both. {SWITCH_CHECKPOINTING_OFF}"
-            )
         arguments = Arguments(*put_state(None, key, args, kwargs), key, x.dtype, returned, extras)
         if is_exporting():
             raise InputError(
@@ -276,6 +275,8 @@ class BlockStep(nn.Module):
 
     def forward(self, state: Tensor, arguments: Arguments) -> Tensor:
         """Return f(w[k]): what the block returns in place of the state that it is given."""
+        if is_checkpointed(self.block):  # switched on since forward, or the owner was not called as a module
+            self.chain.checkpoints.pass_by(self.block)
         returned = arguments.returned
         positional, keywords = put_state(state.to(arguments.dtype), arguments.key, arguments.positional, arguments.keywords)
         if self._own_forward is None:
@@ -310,7 +311,8 @@ class BlockStep(nn.Module):
         arguments, may_repeat = self._leave_out_caches(arguments)
         if not may_repeat:
             mode = Mode.STORE
-        return self._run(x, arguments, mode)
+        with leave_checkpoint():
+            return self._run(x, arguments, mode)
 
     def _run(self, x: Tensor, arguments: Arguments, mode: Mode) -> Any:
         pair, segment, grid, round = self._find_states(x)
@@ -337,6 +339,8 @@ class BlockStep(nn.Module):
         dtype = self.chain.states or (torch.float32 if x.dtype in HALF else x.dtype)
         position = find_position(x, self.chain)
         if position is None or position.grid.dtype != dtype:
+            if self.index:
+                refuse_second_run(self.name)
             schedule = self.chain._schedule
             will_invert = any(mode.inverts for mode in schedule)
             grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert, remedy=_COARSER)

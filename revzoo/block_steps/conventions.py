@@ -9,17 +9,6 @@ from torch import Tensor, nn
 
 from revzoo.errors import InputError
 
-SWITCH_CHECKPOINTING_OFF = (
-    "First call model.activation_checkpointing_disable() of Transformers (gradient_checkpointing_disable() in older versions), "
-    "or model.set_grad_checkpointing(False) of timm."
-)
-_CHECKPOINTING = ("gradient_checkpointing", "grad_checkpointing")  # the flags of Transformers and of timm
-
-
-def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether a module of Transformers or timm is set to recompute its blocks in backward."""
-    return any(getattr(module, flag, False) is True for flag in _CHECKPOINTING)
-
 
 def look_for_state(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, str | None]:
     """Return the first argument of a block, whatever it is, and its keyword, if it has one."""

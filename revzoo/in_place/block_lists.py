@@ -9,7 +9,7 @@ from torch import nn
 from revzoo.analysis.chains import find_chains
 from revzoo.analysis.dry_run import require_module
 from revzoo.block_steps.block_chain import get_step
-from revzoo.block_steps.conventions import SWITCH_CHECKPOINTING_OFF, is_checkpointed
+from revzoo.block_steps.checkpointing import is_checkpointed
 from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
 from revzoo.in_place.survey import BlockSurvey
 from revzoo.runtime.compiling import are_compiled
@@ -121,7 +121,9 @@ def _require_ordinary(model: nn.Module) -> None:
         if is_checkpointed(module):
             raise InputError(
                 "Gradient checkpointing keeps the input of every block, reversible blocks keep none. Received: both, for "
-                f"{name or type(model).__name__}. {SWITCH_CHECKPOINTING_OFF}"
+                f"{name or type(model).__name__}. First call model.activation_checkpointing_disable() of Transformers "
+                "(gradient_checkpointing_disable() in older versions), or model.set_grad_checkpointing(False) of timm. "
+                "Switched on again by a trainer afterwards, it passes reversible blocks by."
             )
 
 

@@ -51,10 +51,15 @@ def move_all(p, q):
     torch._foreach_lerp_([p], [q], 0.1)
 
 
+def replace_data(p, q):
+    p.data = torch.lerp(p, q, 0.1)  # bitsandbytes packs weights anew so, in its first evaluation on a CPU
+
+
 X = torch.linspace(-1, 1, 24).view(4, 6)
 NETWORKS = {
     "in place": (lambda: Momentum(move_in_place), X),
     "data": (lambda: Momentum(move_data), X),
+    "replaced data": (lambda: Momentum(replace_data), X),
     "foreach": (lambda: Momentum(move_all), X),
     "out": (lambda: Momentum(lambda p, q: torch.add(p, q, out=p)), X),
     "max_norm": (embed, torch.arange(8).view(2, 4)),

@@ -25,6 +25,9 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "nu
 TEXT, IMAGE = {**TOKENS, **SIZES, "num_labels": 8}, {**SIZES, "image_size": 16, "patch_size": 4, "num_labels": 8}
 GROUPED = {"num_key_value_heads": 2, "attention_dropout": 0.1}
 EXPERTS = {**GROUPED, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+ROUTED = {"moe_intermediate_size": 16}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "num_key_value_heads": 4}
 SEQ2SEQ = {"d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
 SEQ2SEQ |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.1, "decoder_start_token_id": 1}
 WAVES = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2}
@@ -84,6 +87,9 @@ FAST = {
 }
 SLOW = {
     "Llama": causal("Llama", **GROUPED),
+    "Qwen2-MoE": causal("Qwen2Moe", **EXPERTS, **ROUTED, num_experts=4, shared_expert_intermediate_size=16),
+    "Qwen3-MoE": causal("Qwen3Moe", **EXPERTS, **ROUTED, num_experts=4, head_dim=8),
+    "DeepSeek-V3": causal("DeepseekV3", **ROUTED, **LATENT, num_experts_per_tok=2),
     "Gemma2": causal("Gemma2", **GROUPED, head_dim=8),
     "GPT-NeoX": causal("GPTNeoX", hidden_dropout=0.1),
     "GPT-2": model("GPT2LMHeadModel", "GPT2Config", CAUSAL, **TOKENS, **GPT2),
@@ -107,7 +113,7 @@ SLOW = {
 }
 NETWORKS = FAST | SLOW
 UNREACHED = {"mask_token"}  # in training nothing is masked in a DINOv2
-assert (len(FAST), len(NETWORKS)) == (6, 25)
+assert (len(FAST), len(NETWORKS)) == (6, 28)
 
 
 NOT_TWO_BRANCHES = {  # a norm after the sum, branches side by side, other branches

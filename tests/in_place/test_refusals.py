@@ -10,7 +10,7 @@ from torch import nn
 import revzoo
 from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import ConversionError, InputError, RecoveryError, UnknownNameError
-from tests.in_place.networks import TEXT, Tanh, Toy, X, assert_equal, llama, switch_checkpointing, train_step
+from tests.in_place.networks import Tanh, Toy, X, assert_equal, llama, switch_checkpointing, train_step
 
 
 def widen(m, x):
@@ -249,13 +249,3 @@ def test_a_second_call_is_refused_and_changes_nothing():
     with pytest.raises(InputError, match=r"'blocks' is reversible already. Call revzoo.ordinary_\(model\)"):
         revzoo.reversible_(toy)
     assert torch.equal(toy(X), y)
-
-
-def test_checkpointing_switched_on_later_is_refused_in_training():
-    model = llama()
-    revzoo.reversible_(model)
-    switch_checkpointing(model, "enable")
-    with pytest.raises(InputError, match="model.layers.0 is reversible.* model.activation_checkpointing_disable"):
-        model.train()(**TEXT)
-    switch_checkpointing(model, "disable")
-    model(**TEXT).loss.backward()
