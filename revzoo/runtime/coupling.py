@@ -210,9 +210,7 @@ def momentum(
     if sign == "fixed":
         return Coupling(m + rest, -m, gain, kept_bits, fraction_bits)
     if kept_bits is None:
-        raise PartArgumentError(
-            "sign", sign, "fixed, or kept_bits instead of m: random signs are undone in exact arithmetic only"
-        )
+        raise PartArgumentError("sign", sign, "fixed, or kept_bits instead of m: only exact arithmetic can undo it")
     return RandomSign(m + rest, -m, gain, kept_bits, fraction_bits, ordinary=Coupling(rest, 0.0, gain))
 
 
