@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from revzoo.analysis.flops import FEW_FLOPS, FlopCounter
-from revzoo.analysis.likeness import warn_of_another_function
+from revzoo.analysis.likeness import on_grid_of_training, warn_of_another_function
 from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
 from revzoo.block_steps.state_grid import FRACTION_BITS, StateGrid, StateSizes, choose_grid
@@ -171,7 +171,11 @@ def reversible_(
                 similarity = measure_similarity(before, run_network(model, batch), batch)
             peaks = count_peaks(model, batch, steps, fake=flops.forward * 4 > FEW_FLOPS)
             remedy = " ".join([*(f"{note}." for note in notes), _KEEP_NEARER])
-            warn_of_another_function(type(model).__name__, similarity.cosine, remedy)
+            name, cosine = type(model).__name__, similarity.cosine
+            if sign == "random":  # only training is on the grid
+                with on_grid_of_training(chains):
+                    name, cosine = f"{name} in training", measure_similarity(before, run_network(model, batch), batch).cosine
+            warn_of_another_function(name, cosine, remedy)
         return ReversibleReport(
             tuple(chains),
             similarity,

@@ -149,6 +149,12 @@ class RandomSign(Coupling):
         """What is added to the ordinary step, of states that have the sign."""
         return Coupling(-self.b, self.b, 1.0, self.kept_bits, self.fraction_bits)
 
+    @property
+    def on_grid(self) -> Coupling:
+        """The ordinary step on the grid, nearly: as many bits are kept as can be. It shows what the grid itself changes."""
+        b = 2.0**-MOST_KEPT_BITS
+        return Coupling(self.ordinary.a + b, -b, self.c, MOST_KEPT_BITS, self.fraction_bits)
+
     def bind(self, pair: Pair) -> Coupling:
         state = pair[1]
         if is_sharded(state) or state.is_nested:

@@ -63,6 +63,13 @@ def test_blocks_that_begin_a_chain_of_their_own_are_named():
     assert revzoo.reversible_(Scaled(), batch=X, **ONE_BIT).restarts == ("blocks.2",)
 
 
+@pytest.mark.filterwarnings("ignore:.* begins a chain")
+def test_a_grid_that_changes_the_function_in_training_is_warned_of():
+    with pytest.warns(UserWarning, match="LlamaForCausalLM in training computes another function now"):
+        report = revzoo.reversible_(llama(3), batch=TEXT, fraction_bits=4, **ONE_BIT)
+    assert report.similarity.least_cosine == pytest.approx(1, abs=1e-6)
+
+
 def test_a_frozen_block_in_eval_mode_stands_between_two_chains():
     toy = Toy()
     revzoo.reversible_(toy, **ONE_BIT)
