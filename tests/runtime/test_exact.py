@@ -137,6 +137,14 @@ def test_dtensors_have_bit_identical_gradients(coupling, mesh):
         assert all(map(torch.equal, grads[2], grads[0])), placement
 
 
+def test_random_signs_refuse_dtensors(mesh):
+    from torch.distributed.tensor import DTensor, Replicate, distribute_module
+
+    chain = distribute_module(ReversibleChain([nn.Linear(6, 6)], momentum(kept_bits=1, sign="random")), mesh)
+    with pytest.raises(revzoo.errors.InputError, match="states of DTensor. Use sign='fixed'"):
+        chain(*(DTensor.from_local(x, mesh, [Replicate()]) for x in torch.randn(2, 3, 6)))
+
+
 @pytest.fixture
 def mesh():
     """Return a mesh of this process alone."""
