@@ -8,8 +8,8 @@
     memory       Llama and GPT-2: bytes kept from forward to backward, and at the peak, counted (finetune_llm_memory.py)
     time         CPU time of a training step of the first two of them
     similarity   MiniLM, a real sentence encoder: its embeddings before and after (finetune_llm_minilm.py)
-    accuracy     MiniLM, fine-tuned as it is, checkpointed and reversible, all of it and with LoRA, 3 seeds; a reversible one is
-                 tested as it was trained, and as the ordinary network with its weights
+    accuracy     MiniLM, fine-tuned as it is, checkpointed, reversible and so with one bit of a random sign, all of it and with
+                 LoRA, 3 seeds; a reversible one is tested as it was trained, and as the ordinary network with its weights
 
 Parts and runs are written to finetune_llm.json one by one; parts that are not measured again stay in it.
 """
@@ -39,7 +39,7 @@ from revzoo.format import format_bytes
 
 PARTS = ("memory", "time", "similarity", "accuracy")
 TRAININGS, SEEDS = ("full", "LoRA"), (10, 11, 12)
-MODES = ("original", "checkpointed", "reversible")
+MODES = ("original", "checkpointed", "reversible", "random")
 POINTS = 0.5  # how far a mean accuracy may be from the original's [percentage points]
 
 Key = tuple[str, str, int]

@@ -17,6 +17,7 @@ _COLORS = {
     "9 bits": LIGHT_BLUE,
     "8 bits": MODE_COLORS["invert"],
     "reversible": MODE_COLORS["invert"],
+    "random": LIGHT_BLUE,
     "4 bits": MODE_COLORS["selective"],
     "split": LIGHT_BLUE,
     "split, 4 bits": LIGHT_ORANGE,

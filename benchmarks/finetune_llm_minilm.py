@@ -241,7 +241,7 @@ def finetune(training: str, method: str, seed: int, task: Task, quick: bool) -> 
 
     Args:
         training: "full" or "LoRA".
-        method: "original", "checkpointed" or "reversible".
+        method: "original", "checkpointed", "reversible" (8 bits) or "random" (one bit, with random signs).
         seed: of the head, the batches and dropout.
         task: what is trained, and how long.
         quick: whether the network and the texts are tiny.
@@ -255,9 +255,10 @@ def finetune(training: str, method: str, seed: int, task: Task, quick: bool) -> 
     network: Any = encoder.make_classifier(len(SECTIONS))
     if method == "checkpointed":
         enable_checkpointing(network)
-    elif method == "reversible":
+    elif method != "original":
         examples = encoder.make_batch(ids[:: len(ids) // 8], task.length)
-        revzoo.reversible_(network, "bert.encoder.layer", batch=examples)
+        options: Any = {} if method == "reversible" else {"kept_bits": 1, "sign": "random"}
+        revzoo.reversible_(network, "bert.encoder.layer", batch=examples, **options)
     if training == "LoRA":
         network = _add_lora(network, seed)
 
@@ -276,7 +277,7 @@ def finetune(training: str, method: str, seed: int, task: Task, quick: bool) -> 
     seconds = time.thread_time() - begin
     predicted = predict()
     result: dict[str, Any] = {"training": training, "method": method, "seed": seed, "accuracy": _score(predicted, answers)}
-    if method == "reversible":
+    if method not in ("original", "checkpointed"):
         revzoo.ordinary_(network)
         deployed = predict()
         result |= {"deployed": _score(deployed, answers), "agreement": _score(deployed, predicted)}

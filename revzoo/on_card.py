@@ -40,6 +40,7 @@ from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import map_tensors, tensors_in
 
 _MOST = 2**20  # examples or tokens
+_REVERSIBLE: dict[str, dict[str, Any]] = {"reversible": {}, "random signs": {"kept_bits": 1, "sign": "random"}}
 _USUAL_CARD = 24 * 10**9  # RTX 3090 and 4090, L4, A10
 _PLENTY = 2**60  # a budget that everything fits
 _LONGEST_PROBLEM = 240  # characters
@@ -114,8 +115,10 @@ def fits(
         most_of_others = max(method.largest for method in methods)
         methods.append(_try("planned", partial(_plan, count, stored, memory, most_of_others, report)))
     if not own:
-        report("counting: reversible")
-        methods.append(_try("reversible", partial(count.count_with, "reversible", make_blocks_reversible, flops)))
+        for name, options in _REVERSIBLE.items():
+            report(f"counting: {name}")
+            change = partial(make_blocks_reversible, **options)
+            methods.append(_try(name, partial(count.count_with, name, change, flops)))
     return replace(answer, fixed_bytes=fixed, methods=tuple(methods))
 
 
@@ -304,9 +307,9 @@ def checkpoint_blocks(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def make_blocks_reversible(model: nn.Module) -> Iterator[None]:
+def make_blocks_reversible(model: nn.Module, **options: Any) -> Iterator[None]:
     """Make the blocks reversible that seem to be residual ones, by their classes and weights; inside the block alone."""
-    reversible_(model)
+    reversible_(model, **options)
     try:
         yield
     finally:

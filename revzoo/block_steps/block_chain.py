@@ -99,6 +99,7 @@ class BlockChain:
         self._beginnings = 0
         self.members: list[BlockStep] = []
         self.checkpoints = Checkpoints(self._owner, self.members)
+        self.restarts: dict[str, None] = {}  # steps that have begun a chain without being the first
         self.end = nn.Identity()  # for observers, it stands for what the network computes after the last step
 
     @property
@@ -256,9 +257,20 @@ class BlockStep(nn.Module):
         """The block's name in the network, and that of the branch if it is split."""
         return self.chain.names[self.index]
 
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether the block is no step in its present mode: in evaluation, with a sign that is random in training."""
+        return not self.block.training and self.chain.coupling.in_evaluation.b == 0
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns, with the next state of the chain in place of its own."""
-        return self.run(args, kwargs, BlockOutput(), {})
+        return self.call_block(*args, **kwargs) if self.is_ordinary else self.run(args, kwargs, BlockOutput(), {})
+
+    def call_block(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the block's own `forward`."""
+        if self._own_forward is None:
+            return type(self.block).forward(self.block, *args, **kwargs)
+        return self._own_forward(*args, **kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: BlockOutput, extras: dict[str, Any]) -> Any:
         """Call the block with these arguments; see `Arguments` for the others."""
@@ -279,10 +291,7 @@ class BlockStep(nn.Module):
             self.chain.checkpoints.pass_by(self.block)
         returned = arguments.returned
         positional, keywords = put_state(state.to(arguments.dtype), arguments.key, arguments.positional, arguments.keywords)
-        if self._own_forward is None:
-            value = type(self.block).forward(self.block, *positional, **keywords)
-        else:
-            value = self._own_forward(*positional, **keywords)
+        value = self.call_block(*positional, **keywords)
         place = find_place(value, state) if self.place is None else self.place
         out = get_state(value, place)
         if not isinstance(out, Tensor):
@@ -341,6 +350,7 @@ class BlockStep(nn.Module):
         if position is None or position.grid.dtype != dtype:
             if self.index:
                 refuse_second_run(self.name)
+                self.chain.restarts[self.name] = None
             schedule = self.chain._schedule
             will_invert = any(mode.inverts for mode in schedule)
             grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert, remedy=_COARSER)

@@ -40,6 +40,12 @@ def declare(parser: Parser) -> None:
         metavar="S",
         help="bits kept per element and step, for exact inversion; b, the weight of the older stream, is 2^-S (default: 8)",
     )
+    parser.add_argument(
+        "--sign",
+        choices=("fixed", "random"),
+        default="fixed",
+        help="of b; random: drawn in training, with b = 0 in evaluation, so that --kept-bits 1 is enough (default: fixed)",
+    )
     parser.add_argument("--m", type=float, metavar="M", help="momentum's m in floating point instead, without kept bits")
     parser.add_argument(
         "--beta", type=float, metavar="B", help="dual_residual's beta in floating point instead, without kept bits"
@@ -70,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.weights,
             coupling=arguments.coupling,
             kept_bits=None if floating else arguments.kept_bits,
+            sign=arguments.sign,
             m=arguments.m,
             beta=arguments.beta,
             out=arguments.out,

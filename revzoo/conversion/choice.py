@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 CouplingName = Literal["additive", "dual_residual", "momentum"]
+Sign = Literal["fixed", "random"]
 B_ARGUMENTS = {"momentum": "m", "dual_residual": "beta"}  # the argument of each coupling that sets b
 
 
@@ -16,11 +17,13 @@ class CouplingChoice:
         kept_bits: s of b = 2^-s on a grid; None: floating point.
         b: size of b where kept_bits is None: m of momentum, beta of dual_residual. With 0 the network is the original's
             function itself and cannot be inverted.
+        sign: of b, with momentum and kept bits: "random" is drawn for each example in training, with b = 0 in evaluation.
     """
 
     name: CouplingName = "momentum"
     kept_bits: int | None = 8
     b: float = 0.0
+    sign: Sign = "fixed"
 
     @property
     def is_additive(self) -> bool:
@@ -43,5 +46,6 @@ class CouplingChoice:
             return {"type": "additive"}
         size = {B_ARGUMENTS[self.name]: self.b} if self.kept_bits is None else {"kept_bits": self.kept_bits}
         if self.name == "momentum":
-            return {"type": "momentum", **size, "gain": 1.0, "residual": residual}
+            sign = {} if self.sign == "fixed" else {"sign": self.sign}
+            return {"type": "momentum", **size, **sign, "gain": 1.0, "residual": residual}
         return {"type": "dual_residual", **size, "alpha": 1.0 if residual else 0.0}

@@ -112,6 +112,9 @@ def measure_largest_state(model: Model, examples: ComparedBatch) -> float:
 @contextmanager
 def zero_b(model: Model) -> Iterator[None]:
     """Set b of the coupling to 0 for a while, which makes a converted network the original's function."""
+    if model.coupling.in_evaluation.b == 0:
+        yield
+        return
     before = model.spec, model.coupling
     model.set_coupling(kept_bits=None, **{B_ARGUMENTS[model.spec.coupling.type]: 0.0})
     try:

@@ -17,13 +17,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from revzoo.analysis.likeness import warn_of_another_function
+from revzoo.analysis.likeness import on_grid_of_training, warn_of_another_function
 from revzoo.bounds import MOST_KEPT_BITS
 from revzoo.checkpoint.facts import IMAGE_FACTS
 from revzoo.checkpoint.folder import save_folder
 from revzoo.checkpoint.writing import write_tensors
 from revzoo.conversion.assign import Assignment, assign
-from revzoo.conversion.choice import B_ARGUMENTS, CouplingChoice, CouplingName
+from revzoo.conversion.choice import B_ARGUMENTS, CouplingChoice, CouplingName, Sign
 from revzoo.conversion.compare import ComparedBatch, compare, make_compared_batch, measure_largest_state, run_original, zero_b
 from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.original import Original, find_original
@@ -60,6 +60,7 @@ def convert(
     *,
     coupling: CouplingName = "momentum",
     kept_bits: int | None = 8,
+    sign: Sign = "fixed",
     m: float | None = None,
     beta: float | None = None,
     out: str | Path | None = None,
@@ -78,6 +79,8 @@ def convert(
         coupling: "momentum", "dual_residual" or "additive".
         kept_bits: s from 0 to 15: b = 2^-s on a grid, and the bits that a step loses are kept, so that it is inverted exactly.
             None: floating point, with b given by `m` or `beta`. Not used where one of these is given.
+        sign: "random", with momentum and kept bits: b or -b in training, drawn for each example and step, and 0 in evaluation,
+            where the network is the original's function itself. Take kept_bits=1.
         m: coefficient of momentum in floating point, from 0 to below 1. With 0 the network is the original's function itself,
             which cannot be inverted.
         beta: the same for dual_residual.
@@ -93,7 +96,7 @@ def convert(
         CheckpointError: the weights cannot be read.
         InputError: another argument has a value that is not allowed.
     """
-    choice = _check_coupling(coupling, kept_bits, {"m": m, "beta": beta})
+    choice = _check_coupling(coupling, kept_bits, sign, {"m": m, "beta": beta})
     if num_outputs is not None:
         check_num_outputs(num_outputs)
     folder = None if out is None else _check_folder(out)
@@ -136,7 +139,9 @@ def convert(
     return report
 
 
-def _check_coupling(coupling: CouplingName, kept_bits: int | None, sizes: Mapping[str, float | None]) -> CouplingChoice:
+def _check_coupling(
+    coupling: CouplingName, kept_bits: int | None, sign: Sign, sizes: Mapping[str, float | None]
+) -> CouplingChoice:
     """Return the checked CouplingChoice; raise an error that names the wrong argument.
 
     Args:
@@ -155,6 +160,13 @@ def _check_coupling(coupling: CouplingName, kept_bits: int | None, sizes: Mappin
         raise InputError(
             f"kept_bits is an integer from 0 to {MOST_KEPT_BITS}, or None for floating point. Received: {kept_bits!r}."
         )
+    if sign not in get_args(Sign):
+        raise UnknownNameError("sign", sign, get_args(Sign))
+    if sign == "random" and (argument != "m" or kept_bits is None or sizes["m"] is not None):
+        raise InputError(
+            f"A random sign is one of momentum with kept bits. Received: coupling={coupling!r}, kept_bits={kept_bits}, "
+            f"m={sizes['m']}. Use coupling='momentum', kept_bits=1 without m."
+        )
     if argument is None:
         return CouplingChoice(coupling, None)
     size = sizes[argument]
@@ -165,7 +177,7 @@ def _check_coupling(coupling: CouplingName, kept_bits: int | None, sizes: Mappin
             f"In floating point {coupling} needs {argument}. Received: kept_bits=None. Use for example {argument}=0.1, or "
             f"kept_bits from 0 to {MOST_KEPT_BITS}."
         )
-    return CouplingChoice(coupling, kept_bits)
+    return CouplingChoice(coupling, kept_bits, sign=sign)
 
 
 def _check_architecture(original: Original, choice: CouplingChoice) -> None:
@@ -261,7 +273,9 @@ def _compare_networks(
             same = compare(what, outputs, model, examples, "Due to the order of sums alone.")
         comparisons.append(same if same.largest_difference <= _ROUNDING else replace(same, note=_UNLIKE))
     cause = "the coupling: until fine-tuned it computes another function" if choice.is_additive else _explain_difference(model)
-    comparisons.append(compare("the original and the converted network", outputs, model, examples, f"Due to {cause}."))
+    what = f"the original and the converted network{'' if choice.sign == 'fixed' else ' on the grid of training'}"
+    with on_grid_of_training([model]):
+        comparisons.append(compare(what, outputs, model, examples, f"Due to {cause}."))
     return tuple(comparisons), []
 
 
@@ -277,6 +291,8 @@ def _describe_expectation(model: Model, comparisons: Sequence[Comparison], assig
         return f"The published network: the same function with other keys{later}."
     if model.coupling.b == 0:
         return "The original itself, which cannot be inverted: train it in another mode, or with a coupling that moves."
+    if model.coupling.in_evaluation.b == 0:
+        return "In evaluation it is the original itself, and stays an ordinary network; signs are drawn in training alone."
     if not comparisons:
         return "What to expect before fine-tuning was not measured."
     last = comparisons[-1]
@@ -303,8 +319,9 @@ def _explain_difference(model: Model) -> str:
     coupling = model.coupling
     if coupling.b == 0:
         return "the order of sums alone"
-    grid = "" if not coupling.is_exact else f", and streams rounded to 2^-{coupling.fraction_bits or 16}"
-    return f"b = {abs(coupling.b):g}{grid}"
+    rounding = [f"streams rounded to 2^-{coupling.fraction_bits or 16}"] if coupling.is_exact else []
+    size = [f"b = {abs(coupling.b):g}"] if coupling.in_evaluation is coupling else []
+    return ", and ".join(size + rounding)
 
 
 def _check_folder(out: str | Path) -> Path:

@@ -4,16 +4,15 @@ Class, parameters, state-dict keys and configuration are those of the network; o
 (`block_steps/block_chain.py`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from revzoo.analysis.flops import FEW_FLOPS, FlopCounter
-from revzoo.analysis.likeness import warn_of_another_function
+from revzoo.analysis.likeness import on_grid_of_training, warn_of_another_function
 from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
 from revzoo.block_steps.state_grid import FRACTION_BITS, StateGrid, StateSizes, choose_grid
@@ -30,13 +29,16 @@ from revzoo.in_place.survey import BlockSurvey, survey_blocks
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
 from revzoo.runtime.exact import GRIDS
 from revzoo.runtime.inventory import Pattern, check_patterns
-from revzoo.runtime.observation import observe_calls
 
 BlockCoupling = Literal["momentum", "dual_residual"]
+Sign = Literal["fixed", "random"]
 _KEEP_NEARER = (
     "More kept_bits keep it nearer to the original; or more fraction_bits, where states are small; or another list of blocks "
     "(its path). revzoo.plan(model, batch, budget) changes no function."
 )
+
+
+_ORDINARY = ", with a random sign for each example and step in training; in evaluation it is the ordinary network"
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def reversible_(
     batch: Any = None,
     coupling: BlockCoupling = "momentum",
     kept_bits: int = 8,
+    sign: Sign = "fixed",
     fraction_bits: int | None = None,
     split: Split | None = None,
     keep: Iterable[Pattern] = (),
@@ -102,7 +105,8 @@ def reversible_(
 
     Class, parameters, state-dict keys and configuration stay, so the network goes on with its Trainer, peft, `generate` and
     `save_pretrained`. Its function becomes w[k+1] = f(w[k]) + 2^-kept_bits (w[k] - w[k-1]), where f is a whole block: with 8
-    bits very nearly the original one. Gradients are exact. Not worth it for few blocks, or where weights fill the memory.
+    bits very nearly the original one. With a random sign of 2^-kept_bits in training, one bit is enough, and in evaluation it
+    is the original one. Gradients are exact. Not worth it for few blocks, or where weights fill the memory.
 
     Args:
         model: an ordinary network, before it is compiled.
@@ -116,6 +120,9 @@ def reversible_(
             taken.
         coupling: "momentum", or "dual_residual", w[k+1] = f(w[k]) + 2^-kept_bits w[k-1].
         kept_bits: from 1 to 15: fewer keep less, and change the function more.
+        sign: "random": w[k+1] = f(w[k]) + g (w[k-1] - w[k]), where g is 2^-kept_bits or its negative, drawn in training for
+            each example (place along dimension 0 of the state) and step. Blocks in eval mode are the ordinary ones, to the bit,
+            and keep what those keep. Take kept_bits=1. Needs the momentum coupling.
         fraction_bits: binary digits of the states after the point; states stay below 2^(24 - fraction_bits). None: 16, or
             what fits the batch.
         split: the two residual branches of a block, each to be a step of its own: ("attention", "mlp") for what timm and
@@ -128,10 +135,12 @@ def reversible_(
         InputError: a network that is compiled, planned, checkpointed or reversible already; a path or number that is none.
         ConversionError: no two blocks of a list can be steps, with the reasons; or a training step on the batch fails. The
             network is then as it was.
-    Cost: two states for each chain, kept_bits for each element and step, and one extra forward of each block.
+    Cost: two states for each chain, kept_bits for each element and step (and a byte for each example, if signs are random), and
+        one extra forward of each block.
     """
     lists = find_lists(model, paths, has_batch=batch is not None)
     _require_numbers(coupling, kept_bits, fraction_bits)
+    _require_sign(sign, coupling)
     if split is not None:
         _require_split(split, batch)
     surveys, before, notes = (None, None, []) if batch is None else survey_blocks(model, lists, batch)
@@ -145,7 +154,7 @@ def reversible_(
         if surveys is not None and fraction_bits is None:
             grid, note = _choose_grid(model, [surveys[name] for name in blocks])
             notes += [f"{path}: {note}"] if note else []
-        recurrence = _make_coupling(coupling, kept_bits, grid.fraction_bits)
+        recurrence = _make_coupling(coupling, kept_bits, sign, grid.fraction_bits)
         chain = BlockChain(path, owner, list(blocks), recurrence, names, check_patterns(keep), grid)
         chains.append(chain)
         for i, (name, block) in enumerate(blocks.items()):
@@ -154,25 +163,30 @@ def reversible_(
             else:
                 first, second = branches[block]
                 steps.append(BranchStep(block, chain, 2 * i, first, BranchStep(block, chain, 2 * i + 1, second)))
-    similarity, peaks, restarts = None, None, list[str]()
+    similarity, peaks = None, None
     try:
         for step in steps:
             step.install()
         if before is not None:
-            with observe_calls(partial(_note_restart, restarts)), FlopCounter() as flops:
-                similarity = measure_similarity(before, run_network(model, batch, restarts.clear), batch)
+            with FlopCounter() as flops:
+                similarity = measure_similarity(before, run_network(model, batch), batch)
             peaks = count_peaks(model, batch, steps, fake=flops.forward * 4 > FEW_FLOPS)
             remedy = " ".join([*(f"{note}." for note in notes), _KEEP_NEARER])
-            warn_of_another_function(type(model).__name__, similarity.cosine, remedy)
+            name, cosine = type(model).__name__, similarity.cosine
+            if sign == "random":  # only training is on the grid
+                with on_grid_of_training(chains):
+                    name, cosine = f"{name} in training", measure_similarity(before, run_network(model, batch), batch).cosine
+            warn_of_another_function(name, cosine, remedy)
         return ReversibleReport(
             tuple(chains),
             similarity,
             peaks,
-            tuple(restarts),
+            tuple(name for chain in chains for name in chain.restarts),
             tuple(f"{name} {reason}" for name, reason in ordinary.items()),
             left,
             (
-                f"{type(model).__name__}: {coupling} coupling, {kept_bits} bits kept of every element and step",
+                f"{type(model).__name__}: {coupling} coupling, {kept_bits} bit{'s' * (kept_bits > 1)} kept of every element "
+                f"and step{_ORDINARY if sign == 'random' else ''}",
                 *(_describe(chain, blocks.values(), branches) for chain, blocks in zip(chains, chosen.values(), strict=True)),
                 *notes,
             ),
@@ -239,16 +253,10 @@ def _count_kept_bytes(chain: BlockChain) -> float:
     return 2 * chain.state_bytes + (len(chain.names) - 1) * cast(int, chain.coupling.kept_bits) / 8
 
 
-def _note_restart(restarts: list[str], step: nn.Module, inputs: Any, states: Sequence[Tensor]) -> None:
-    """Note a block that begins a chain, where both states are one, without being the first of its list."""
-    if isinstance(step, BlockStep) and step.index and states[0] is states[1]:
-        restarts.append(step.name)
-
-
-def _make_coupling(name: BlockCoupling, kept_bits: int, fraction_bits: int | None) -> Coupling:
+def _make_coupling(name: BlockCoupling, kept_bits: int, sign: Sign, fraction_bits: int | None) -> Coupling:
     """Return the coupling of steps whose f contains its own residual."""
     if name == "momentum":
-        return momentum(gain=1.0, residual=False, kept_bits=kept_bits, fraction_bits=fraction_bits)
+        return momentum(gain=1.0, residual=False, kept_bits=kept_bits, fraction_bits=fraction_bits, sign=sign)
     return dual_residual(alpha=0.0, kept_bits=kept_bits, fraction_bits=fraction_bits)
 
 
@@ -260,6 +268,13 @@ def _require_numbers(coupling: str, kept_bits: int, fraction_bits: int | None) -
     least, most = FRACTION_BITS
     if fraction_bits is not None and not (type(fraction_bits) is int and least <= fraction_bits <= most):
         raise InputError(f"fraction_bits is an integer from {least} to {most}. Received: {fraction_bits!r}.")
+
+
+def _require_sign(sign: str, coupling: str) -> None:
+    if sign not in get_args(Sign):
+        raise UnknownNameError("sign", sign, get_args(Sign))
+    if sign == "random" and coupling != "momentum":
+        raise InputError(f"A random sign is one of the momentum coupling. Received: {coupling}. Use coupling='momentum'.")
 
 
 def _require_split(split: Any, batch: Any) -> None:

@@ -20,7 +20,7 @@ from revzoo.runtime.lookahead import Lookahead, begin_lookahead
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.node import require_tensors, run_node
 from revzoo.runtime.segment import InvertedSegment
-from revzoo.runtime.update import Step
+from revzoo.runtime.update import Step, make_step
 
 
 class Block(nn.Module):
@@ -238,7 +238,7 @@ class Network(Scheduled, nn.Module):
         """Return a step or a bijection as an item of a chain."""
         if isinstance(entry.module, Bijection):
             return entry.module
-        return Step(entry.module, entry.name, self.coupling, modes[entry.name])
+        return make_step(entry.module, entry.name, self.coupling, modes[entry.name], self.training)
 
     def _get_inverse(self, name: str) -> Callable[..., Any]:
         inverse: Callable[..., Any] | None = getattr(getattr(self, name), "inverse", None)

@@ -37,7 +37,7 @@ from revzoo.runtime.layout import LayoutEntry, Scheduled
 from revzoo.runtime.lookahead import LookaheadOption, begin_lookahead
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives
-from revzoo.runtime.update import Step, StepUpdate, is_dense
+from revzoo.runtime.update import Step, StepUpdate, is_dense, make_step, make_update
 
 # What to do where states leave the grid, with couplings that keep bits and with others.
 _WITH_BITS = "take a coarser grid (the coupling's fraction_bits), or compute in floating point: m or beta instead of kept_bits"
@@ -132,7 +132,10 @@ class ReversibleChain(Scheduled, nn.Module):
                 "its list of steps."
             )
         settings = zip(self.couplings, self._schedule, strict=True)
-        return [e.module if isinstance(e.module, Bijection) else Step(e.module, e.name, *next(settings)) for e in layout]
+        return [
+            e.module if isinstance(e.module, Bijection) else make_step(e.module, e.name, *next(settings), training=self.training)
+            for e in layout
+        ]
 
 
 def run_chain(
@@ -194,7 +197,9 @@ def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, s
     if any(isinstance(link, Step) and type(link.coupling).bind is not Coupling.bind for link in links):
         raise InputError("The inverse needs the coefficients that forward drew, which are available in backward only.")
     if any(isinstance(link, Step) and link.coupling.b == 0 for link in links):
-        raise InputError("A coupling with b = 0 has no inverse: it forgets the older stream.")
+        raise InputError(
+            "A coupling with b = 0 (with random signs, in evaluation) has no inverse: it forgets the older stream."
+        )
     grid, pair = _start(links, y1, y2, exact)
     for link in reversed(links):
         if isinstance(link, Step):
@@ -209,7 +214,7 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
     for link in links:
         if isinstance(link, Step):
             forget_inventory(link.f)
-            pair = StepUpdate(link.coupling.bind(pair), grid).advance(pair, call_step(link, pair, side))
+            pair = make_update(link.coupling.bind(pair), grid).advance(pair, call_step(link, pair, side))
         else:
             pair = link(pair[0]), link(pair[1])
         if grid is not None:
@@ -249,7 +254,8 @@ def _start(
 ) -> tuple[Any, Pair]:
     couplings = [link.coupling for link in links if isinstance(link, Step)]
     keeps_bits = not {coupling.kept_bits for coupling in couplings} <= {None}
-    if not exact and not keeps_bits:
+    is_ordinary = bool(couplings) and not any(coupling.b for coupling in couplings)  # random signs in evaluation
+    if is_ordinary or (not exact and not keeps_bits):
         return None, (x1, _dense(x2) if couplings else x2)
     refuse_exact_derivatives()
     fraction_bits = [coupling.fraction_bits for coupling in couplings if coupling.fraction_bits is not None]

@@ -19,7 +19,7 @@ from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.refill_hooks import Recoverer
 from revzoo.runtime.segment import InvertedSegment, SavedInputs
-from revzoo.runtime.update import BijectionUpdate, Step, StepUpdate
+from revzoo.runtime.update import BijectionUpdate, Step, make_update
 from revzoo.sharded import is_sharded
 
 
@@ -53,9 +53,9 @@ def run_link(
     if link.mode.inverts and segment is None:
         segment = InvertedSegment(grid is not None, forward.round)
     coupling = link.coupling.bind(pair)
-    if grid is not None and coupling is not link.coupling:
+    if grid is not None and coupling is not link.coupling and coupling.sign is None:
         raise InputError(f"{link.name} has coefficients for each example, which exact arithmetic cannot undo. Use exact=False.")
-    update = StepUpdate(coupling, grid, pair[0], will_be_undone)
+    update = make_update(coupling, grid, pair[0], will_be_undone)
     if link.mode.drops:
         call = record_step(link, forward, watched=not will_be_undone)
         recoverer = segment if segment is not None else SavedInputs(pair[1:], forward.round)

@@ -8,9 +8,10 @@ ordinary residual network, and nearly impossible to invert in floating point. Wi
 (`exact.py`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from numbers import Real
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from revzoo.bounds import MOST_KEPT_BITS, FiniteFloat, FractionBits, KeptBits, NonZeroFloat, Rate, StepSize
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.registry import couplings
+from revzoo.sharded import is_sharded
 
 Pair = tuple[Tensor, Tensor]  # (w[k-1], w[k])
 
@@ -45,6 +47,7 @@ class Coupling:
     c: float
     kept_bits: int | None = None
     fraction_bits: int | None = None
+    sign: ClassVar[Tensor | None] = None  # of `RandomSign`, in one step of one forward
     # The sum as `advance` computes it: places in (w[k-1], w[k], f(w[k])), with their weights.
     _terms: list[tuple[int, float]] = field(init=False, repr=False, compare=False)
 
@@ -68,6 +71,11 @@ class Coupling:
         """Whether inversion is exact in every chain, because the bits that b loses are kept."""
         return self.kept_bits is not None
 
+    @property
+    def in_evaluation(self) -> "Coupling":
+        """The coupling of a network in evaluation: here the same."""
+        return self
+
     def require_exact(self) -> None:
         """Raise InputError unless the inverse is exact on a grid."""
         if self.kept_bits is None and abs(self.b) != 1:
@@ -82,7 +90,7 @@ class Coupling:
         A subclass may return one whose `advance` and `invert` have coefficients for each example; `advance` must save nothing
         for backward. The subclass's own `b` must be the smallest of these in magnitude. The step's update holds the returned
         coupling until backward. `chain.inverse` and steps on a grid refuse such a
-        subclass.
+        subclass, except `RandomSign`.
         """
         return self
 
@@ -105,6 +113,57 @@ class Coupling:
         if self.b != 1:
             total.div_(self.b)
         return total
+
+
+@dataclass(frozen=True)
+class RandomSign(Coupling):
+    """Momentum of either sign in training, and none in evaluation.
+
+        w[k+1] = ordinary(w[k]) + g (w[k-1] - w[k])        g is b or -b in training, and 0 in evaluation
+
+    The sign is drawn in every forward, for each example and step: each place along dimension 0 of the states. It comes from
+    torch's generator of their device, in every mode alike, and is kept until backward. In exact arithmetic it is the sign of
+    both states: b (sign w[k-1]) - b (sign w[k]), so the bits that b loses of sign w[k-1] are kept.
+
+    Args:
+        a: of the momentum with the sign 1.
+        b: of the same.
+        c: of the same.
+        kept_bits: as for every coupling, but not None.
+        fraction_bits: as for every coupling.
+        ordinary: the coupling in evaluation, whose b is 0.
+        sign: 1 or -1 for each example, int8, in a coupling that `bind` returned.
+    Source: BDIA (Zhang et al. 2024, arXiv:2407.09093): the random sign, and one kept bit. Its weights, of (1 + g) f(w[k]), are
+        others.
+    """
+
+    ordinary: Coupling = field(kw_only=True)
+    sign: Tensor | None = field(default=None, repr=False, compare=False)  # type: ignore[misc]
+
+    @property
+    def in_evaluation(self) -> Coupling:
+        return self.ordinary
+
+    @property
+    def momentum(self) -> Coupling:
+        """What is added to the ordinary step, of states that have the sign."""
+        return Coupling(-self.b, self.b, 1.0, self.kept_bits, self.fraction_bits)
+
+    @property
+    def on_grid(self) -> Coupling:
+        """The ordinary step on the grid, nearly: as many bits are kept as can be. It shows what the grid itself changes."""
+        b = 2.0**-MOST_KEPT_BITS
+        return Coupling(self.ordinary.a + b, -b, self.c, MOST_KEPT_BITS, self.fraction_bits)
+
+    def bind(self, pair: Pair) -> Coupling:
+        state = pair[1]
+        if is_sharded(state) or state.is_nested:
+            raise InputError(
+                f"A random sign is drawn for each example of a dense tensor. Received: states of {type(state).__name__}"
+                f"{' with ragged examples' if state.is_nested else ''}. Use sign='fixed' with more kept_bits."
+            )
+        sign = torch.randint(0, 2, (*state.shape[:1], *[1] * (state.dim() - 1)), dtype=torch.int8, device=state.device)
+        return replace(self, sign=sign * 2 - 1)
 
 
 @couplings.register("additive")
@@ -133,6 +192,7 @@ def momentum(
     residual: bool = True,
     kept_bits: KeptBits | None = None,
     fraction_bits: FractionBits | None = None,
+    sign: Literal["fixed", "random"] = "fixed",
 ) -> Coupling:
     """Return w[k+1] = w[k] + m (w[k] - w[k-1]) + gain f(w[k]).
 
@@ -146,12 +206,18 @@ def momentum(
         kept_bits: s from 0 to 15, instead of m: then m = 2^-s, and the bits it loses are kept, so that inversion is exact.
         fraction_bits: with kept_bits, binary digits after the point (16 in float32 by default); states stay below
             2^(24 - fraction_bits).
+        sign: "random", with kept_bits: m or -m in training, drawn for each example and step, and m = 0 in evaluation.
     Source: Momentum ResNets (Sander et al. 2021), equation 4, velocity eliminated; there gain is 1 - m. `residual=False`
         is momentumnet's `is_residual=False`. Bits kept as in Maclaurin et al. (2015), for powers of two.
     """
     m = _resolve_weight("m", m, kept_bits, 0.9)
     gain = 1.0 - m if gain is None else gain
-    return Coupling(m + (1.0 if residual else 1.0 - gain), -m, gain, kept_bits, fraction_bits)
+    rest = 1.0 if residual else 1.0 - gain
+    if sign == "fixed":
+        return Coupling(m + rest, -m, gain, kept_bits, fraction_bits)
+    if kept_bits is None:
+        raise PartArgumentError("sign", sign, "fixed, or kept_bits instead of m: only exact arithmetic can undo it")
+    return RandomSign(m + rest, -m, gain, kept_bits, fraction_bits, ordinary=Coupling(rest, 0.0, gain))
 
 
 @couplings.register("dual_residual")

@@ -84,7 +84,7 @@ def _round_terms(current: Tensor, out: Tensor, coupling: Coupling, scale: float,
     return total.round_()
 
 
-def _without_negative_zeros(x: Tensor) -> Tensor:
+def without_negative_zeros(x: Tensor) -> Tensor:
     """Return x with 0.0 in place of -0.0, in the same memory if nothing is compiled: compilers remove the addition of 0.0."""
     return torch.where(x == 0, 0.0, x) if torch.compiler.is_compiling() else x.add_(0.0)
 
@@ -111,7 +111,7 @@ def _advance(
     if b == 1:
         return torch.add(previous, total, alpha=1 / scale, out=_reuse(total)), None
     if b < 0:
-        total = _without_negative_zeros(total)  # -0.0 - 0.0 would be -0.0
+        total = without_negative_zeros(total)  # -0.0 - 0.0 would be -0.0
     if b == -1:
         return total.mul_(1 / scale).sub_(previous), None
     high = previous.mul(abs(b) * scale).floor_()
@@ -135,7 +135,7 @@ def _invert(
     if b == 1:
         return torch.add(following, total, alpha=-1 / scale, out=_reuse(total))
     if b == -1:
-        total = _without_negative_zeros(total)
+        total = without_negative_zeros(total)
     total.mul_(-1 / (b * scale)).add_(following, alpha=1 / b)
     if coupling.kept_bits:
         assert kept is not None, "the bits have been used already"

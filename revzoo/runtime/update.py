@@ -5,7 +5,7 @@ Kernels choose the order of their sums by strides, so rebuilt states have those 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch import Tensor
 from revzoo.bijection import Bijection
 from revzoo.dtype import match_dtype
 from revzoo.invertible import add, subtract
-from revzoo.runtime.coupling import Coupling, Pair
+from revzoo.runtime.coupling import Coupling, Pair, RandomSign
+from revzoo.runtime.exact import without_negative_zeros
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import wraps_tensors
 from revzoo.runtime.ownership import is_held_alone
@@ -54,6 +55,12 @@ class Step:
     name: str
     coupling: Coupling
     mode: Mode
+
+
+def make_step(f: Callable[..., Tensor], name: str, coupling: Coupling, mode: Mode, training: bool) -> Step:
+    """Return a step of a network in training or evaluation: where the coupling is another one there, it is stored."""
+    is_other = not training and coupling.in_evaluation is not coupling
+    return Step(f, name, coupling.in_evaluation, Mode.STORE) if is_other else Step(f, name, coupling, mode)
 
 
 class Update:
@@ -121,6 +128,36 @@ class StepUpdate(Update):
             bits, self._lost_bits = self._lost_bits, None
             rebuilt = self._grid.invert(self._coupling, following, current, out, bits, into)
         return restore_strides(rebuilt, strides), current
+
+
+class SignedUpdate(StepUpdate):
+    """A step on the grid whose momentum has a sign for each example: a fixed one of states that are multiplied by it."""
+
+    def __init__(self, coupling: RandomSign, grid: Any, previous: Tensor | None = None, will_be_undone: bool = False):
+        super().__init__(coupling.momentum, grid, previous, will_be_undone)
+        self._ordinary, self._sign = coupling.ordinary, cast(Tensor, coupling.sign)
+
+    @property
+    def lost_bits(self) -> Sequence[Tensor]:
+        return *super().lost_bits, self._sign
+
+    def advance(self, pair: Pair, out: Tensor) -> Pair:
+        out = self._ordinary.advance(*pair, match_dtype(out, pair[0]))
+        _, following = super().advance((pair[0] * self._sign, pair[1] * self._sign), out)
+        return pair[1], following
+
+    def invert(self, pair: Pair, out: Tensor) -> Pair:
+        current, following = pair
+        out = self._ordinary.advance(following, current, match_dtype(out, following))  # its b is 0
+        previous, _ = super().invert((current * self._sign, following), out)
+        return without_negative_zeros(previous.mul_(self._sign)), current
+
+
+def make_update(coupling: Coupling, grid: Any, previous: Tensor | None = None, will_be_undone: bool = False) -> StepUpdate:
+    """Return the update of a step; `coupling` is what `bind` returned."""
+    if isinstance(coupling, RandomSign):
+        return SignedUpdate(coupling, grid, previous, will_be_undone)
+    return StepUpdate(coupling, grid, previous, will_be_undone)
 
 
 class BijectionUpdate(Update):

@@ -6,7 +6,15 @@ import pytest
 
 from revzoo.spec.schema import ImageInput, TextInput
 
-DEFAULTS = {"coupling": "momentum", "kept_bits": 8, "m": None, "beta": None, "strict": True, "num_outputs": None}
+DEFAULTS = {
+    "coupling": "momentum",
+    "kept_bits": 8,
+    "sign": "fixed",
+    "m": None,
+    "beta": None,
+    "strict": True,
+    "num_outputs": None,
+}
 
 
 @pytest.fixture
@@ -28,6 +36,7 @@ def calls(monkeypatch) -> list[dict[str, object]]:
     [
         ("", {}),
         ("--kept-bits 12", {"kept_bits": 12}),
+        ("--kept-bits 1 --sign random", {"kept_bits": 1, "sign": "random"}),
         ("--m 0.5", {"m": 0.5, "kept_bits": None}),
         ("--coupling dual_residual --beta 0.25", {"coupling": "dual_residual", "beta": 0.25, "kept_bits": None}),
         ("--no-strict", {"strict": False}),

@@ -111,7 +111,7 @@ def test_every_row_of_an_own_network(own, run):
     assert " stored: it does not fit 0.6 MB; " in answer["answer"]
     model, batch = create_named_module("fit_net:make", None)
     rows = answer["methods"]
-    assert list(rows) == ["stored", "checkpointed", "planned", "reversible"]
+    assert list(rows) == ["stored", "checkpointed", "planned", "reversible", "random signs"]
     assert rows["stored"]["peak_bytes"] == count(model, batch).peak_bytes > 0.9 * card > rows["planned"]["peak_bytes"]
     assert rows["stored"]["work"] == 1.0 <= rows["planned"]["work"] < rows["checkpointed"]["work"]
     largest = rows["stored"]["largest"]
@@ -120,8 +120,11 @@ def test_every_row_of_an_own_network(own, run):
     largest = rows["planned"]["largest"]
     assert largest > rows["stored"]["largest"]
     plan_module(model, torch.randn(largest, 16), int(0.9 * card), loss=compute_usual_loss)  # there is a plan for so many
-    revzoo.reversible_(model)
-    assert rows["reversible"]["peak_bytes"] == count(model, batch).peak_bytes
+    for name, options in {"reversible": {}, "random signs": {"kept_bits": 1, "sign": "random"}}.items():
+        revzoo.reversible_(model, **options)
+        assert rows[name]["peak_bytes"] == count(model, batch).peak_bytes
+        revzoo.ordinary_(model)
+    assert rows["random signs"]["kept_bytes"] < rows["reversible"]["kept_bytes"]
 
 
 def test_planned_batches_beside_an_update_of_the_optimizer(own):

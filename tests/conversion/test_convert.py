@@ -68,6 +68,19 @@ def test_the_converted_network_is_the_function_it_says_and_trains_exactly(vit, r
     rebuilds_exactly(model, x)
 
 
+def test_with_random_signs_it_is_the_original_in_evaluation_and_trains_exactly(vit, rebuilds_exactly):
+    model, report = convert_model(vit, kept_bits=1, sign="random")
+    x = torch.randn(4, 3, 16, 16)
+    ordinary = convert_model(vit, m=0.0)[0]
+    ordinary.schedule = "store"
+    assert torch.equal(model(x), ordinary(x))
+    assert report.coupling == {"type": "momentum", "kept_bits": 1, "sign": "random", "gain": 1.0, "residual": True}
+    assert report.comparisons[-1].note == "Due to streams rounded to 2^-16."
+    assert 0.9999 < report.comparisons[-1].cosine < 1
+    assert "In evaluation it is the original itself" in report.expect
+    rebuilds_exactly(model.train(), x)
+
+
 def test_a_conversion_to_another_function_warns():
     """Class tokens of size 1e-6, as timm makes them, are 0 on the grid, and nothing else is read by the classifier."""
     fresh = VisionTransformer(
@@ -75,6 +88,8 @@ def test_a_conversion_to_another_function_warns():
     )
     with pytest.warns(UserWarning, match="VisionTransformer computes another function now: .* kept_bits=None, m=0.1"):
         revzoo.convert(fresh)
+    with pytest.warns(UserWarning, match="VisionTransformer computes another function now"):  # in training
+        revzoo.convert(fresh, kept_bits=1, sign="random")
     assert revzoo.convert(fresh, kept_bits=None, m=0.1).comparisons[-1].cosine > 0.99
 
 
@@ -129,6 +144,8 @@ def test_positions_of_another_resolution_are_interpolated_with_a_note(vit, tmp_p
     [
         ({"coupling": "momentun"}, UnknownNameError, "Did you mean 'momentum'"),
         ({"kept_bits": 16}, InputError, "kept_bits is an integer from 0 to 15"),
+        ({"sign": "random", "m": 0.1}, InputError, "momentum with kept bits. Received: .* m=0.1. Use"),
+        ({"sign": "random", "coupling": "dual_residual"}, InputError, "momentum with kept bits. Received: .*dual_residual"),
         ({"kept_bits": None}, InputError, "momentum needs m. Received: kept_bits=None. Use for example m=0.1"),
         ({"kept_bits": None, "coupling": "dual_residual"}, InputError, "dual_residual needs beta.*beta=0.1, or kept_bits"),
         ({"m": 1}, InputError, "m is a number from 0 to below 1. Received: 1"),

@@ -24,8 +24,8 @@ PINNED = {
     "chunked_loss": "(head, hidden, labels, *, loss=None, reduction='mean', ignore_index=-100, label_smoothing=0.0, "
     "z_loss=0.0, chunk=None)",
     "compile_steps": "(model, **options)",
-    "convert": "(source, weights=None, *, coupling='momentum', kept_bits=8, m=None, beta=None, out=None, strict=True, "
-    "num_outputs=None, batch=None)",
+    "convert": "(source, weights=None, *, coupling='momentum', kept_bits=8, sign='fixed', m=None, beta=None, out=None, "
+    "strict=True, num_outputs=None, batch=None)",
     "create": "(source, *, pretrained=False, checkpoint=None, num_outputs=None, overrides=None, schedule='invert', "
     "lookahead=0, exact=False, device=None, dtype=None, **others)",
     "export": "(folder, out, weights=None)",
@@ -42,7 +42,8 @@ PINNED = {
     "reforward": "(module, batch, budget=None, *, optimizer=None, loss=None)",
     "ordinary_": "(model)",
     "release": "(module)",
-    "reversible_": "(model, *paths, batch=None, coupling='momentum', kept_bits=8, fraction_bits=None, split=None, keep=())",
+    "reversible_": "(model, *paths, batch=None, coupling='momentum', kept_bits=8, sign='fixed', fraction_bits=None, "
+    "split=None, keep=())",
     "solve": "(profile, budget, solver='timeline')",
     "transform": "(model)",
     "verify": "(model, batch, *, loss=None)",

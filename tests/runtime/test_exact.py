@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from revzoo.errors import RecoveryError
+from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime import LiveBytes, ReversibleChain, exact, set_tripwire
 from revzoo.runtime.bits import PackedBits, pack, unpack
 from revzoo.runtime.coupling import Coupling, additive, dual_residual, leapfrog, midpoint, momentum
@@ -135,6 +135,14 @@ def test_dtensors_have_bit_identical_gradients(coupling, mesh):
             grads.append([grad.full_tensor() for grad in wanted])
         assert all(map(torch.equal, grads[1], grads[0])), placement
         assert all(map(torch.equal, grads[2], grads[0])), placement
+
+
+def test_random_signs_refuse_dtensors(mesh):
+    from torch.distributed.tensor import DTensor, Replicate, distribute_module
+
+    chain = distribute_module(ReversibleChain([nn.Linear(6, 6)], momentum(kept_bits=1, sign="random")), mesh)
+    with pytest.raises(InputError, match="states of DTensor. Use sign='fixed'"):
+        chain(*(DTensor.from_local(x, mesh, [Replicate()]) for x in torch.randn(2, 3, 6)))
 
 
 @pytest.fixture
