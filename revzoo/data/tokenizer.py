@@ -16,6 +16,7 @@ _SPECIAL = {  # ids 0 to 4, with the names that RoBERTa and BERT use
     "bytes": ("<s>", "<pad>", "</s>", "<unk>", "<mask>"),
     "wordpiece": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
 }
+_END = ("<|endoftext|>", "<|end_of_text|>")  # where GPT-2 and Llama 3 have it, they have no padding
 _MIN_VOCABULARY = 256 + 5  # every byte and the special tokens
 
 
@@ -71,10 +72,11 @@ class TokenizerFile:
                 f"{file} is not a tokenizer of Hugging Face's tokenizers ({error}). Make one with revzoo tokenizer."
             ) from error
         settings = self._tokenizer.padding
-        padding = settings["pad_id"] if settings else self._find_id("<pad>", "[PAD]")
+        padding = settings["pad_id"] if settings else self._find_id("<pad>", "[PAD]", *_END)
         if padding is None:
             raise DataError(f"The tokenizer {file} has no padding token: neither <pad> nor [PAD], nor a padding setting.")
         self.source, self.padding, self.mask = str(file), int(padding), self._find_id("<mask>", "[MASK]")
+        self.end = self._find_id(*_END, "</s>", "<eos>", "[SEP]")
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         if not self.size:
             raise DataError(f"The tokenizer {file} has no tokens.")
@@ -87,10 +89,29 @@ class TokenizerFile:
 
     def encode(self, texts: Sequence[str], length: int) -> list[list[int]]:
         """Return the ids of each text, at most `length` of them, special ids included."""
-        self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(length)
+        return self._encode(texts, around=True)
+
+    def pack(self, texts: Sequence[str]) -> list[int]:
+        """Return the ids of all texts, with the token that ends a text between them.
+
+        Raises:
+            DataError: the tokenizer has no such token, or cannot encode the texts.
+        """
+        if self.end is None:
+            raise DataError(
+                f"The tokenizer {self.source} has no token that ends a text: neither <|endoftext|> nor </s> or [SEP]."
+            )
+        self._tokenizer.no_truncation()
+        packed = list[int]()
+        for ids in self._encode(texts, around=False):
+            packed += [self.end, *ids] if packed else ids
+        return packed
+
+    def _encode(self, texts: Sequence[str], around: bool) -> list[list[int]]:
+        self._tokenizer.no_padding()
         try:
-            return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+            return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=around)]
         except Exception as error:  # for example, its vocabulary lacks the token for unknown words
             raise DataError(f"The tokenizer {self.source} cannot encode these texts ({error}).") from error
 

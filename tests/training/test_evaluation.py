@@ -174,7 +174,7 @@ def test_scores_of_ids_by_hand():
     ranks = [int((logits[i] > logits[i, label]).sum()) for i, label in pairs]
     assert (scores.count, scores.loss) == (5, pytest.approx(sum(losses) / 5))
     assert scores.metrics == {"top1": 20 * ranks.count(0), "top5": 20 * sum(rank < 5 for rank in ranks)}
-    assert f"loss {scores.loss:.4f}, {scores.loss / math.log(2):.3f} bits per token on 5 tokens" in str(scores)
+    assert f"loss {scores.loss:.4f}, perplexity {math.exp(scores.loss):.4g} on 5 tokens" in str(scores)
 
 
 def test_a_saved_model_is_evaluated_on_data_that_are_named(tmp_path, image_folder):
