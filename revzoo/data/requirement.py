@@ -8,7 +8,7 @@ from revzoo.model.builder import build
 from revzoo.registry import branches
 from revzoo.spec.schema import ImageInput, Spec
 
-_POINTWISE = ("chunked_mlp", "feed_forward", "mlp")  # branches that transform each token by itself
+_CAUSAL = ("causal_attention", "chunked_mlp", "decoder_block", "feed_forward", "mlp")  # in which no token sees later ones
 
 
 def count_required_outputs(spec: Spec, data: Data, name: str) -> int:
@@ -47,7 +47,7 @@ def count_required_outputs(spec: Spec, data: Data, name: str) -> int:
 
 
 def _is_causal(spec: Spec) -> bool:
-    """Return whether every branch is pointwise or has its argument `causal` set."""
+    """Return whether every branch always is causal, or has its argument `causal` set."""
     parts = [part for stage in spec.stages for part in (stage.f, stage.g) if part is not None]
-    mixing = [(part, branches.arguments(part.type).get("causal")) for part in parts if part.type not in _POINTWISE]
+    mixing = [(part, branches.arguments(part.type).get("causal")) for part in parts if part.type not in _CAUSAL]
     return all(parameter is not None and part.arguments.get("causal", parameter.default) for part, parameter in mixing)

@@ -1,6 +1,7 @@
 """The model that users have: a network that knows its spec, checks its input, and has the methods of timm and the hub."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import cast
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.model import inputs
+from revzoo.model.generate import generate
 from revzoo.model.hub_methods import HubMethods
 from revzoo.model.timm_methods import TimmMethods
 from revzoo.registry import couplings
@@ -99,6 +101,30 @@ class Model(HubMethods, TimmMethods):
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return super().forward(x, inputs.make_mask(self.spec, x, attention_mask))
+
+    def generate(
+        self, ids: Tensor, *, tokens: int = 100, temperature: float = 1.0, top_k: int | None = None, seed: int | None = None
+    ) -> Tensor:
+        """Continue texts of a causal language model, one token after the other, up to the spec's length.
+
+        Keys and values of all attentions are kept, so that a new token costs the work of one token.
+
+        Shapes: ids: (B, N) with 1 <= N < the spec's length; returns (B, N + tokens), or fewer where the length is reached.
+        Args:
+            ids: the texts, all of one length and without padding.
+            tokens: how many to add.
+            temperature: by which logits are divided before a token is drawn, >= 0; 0: the most probable token is taken.
+            top_k: draw among this many of the most probable tokens, >= 1; None: among all.
+            seed: of the draws; None: another one each time.
+
+        Raises:
+            InputError: the network is no causal language model, the ids do not fit it, or another argument is out of range.
+        """
+        inputs.make_mask(self.spec, ids, None)
+        if not (isinstance(tokens, int) and tokens >= 0 and 0 <= temperature < inf and (top_k is None or top_k >= 1)):
+            received = f"tokens={tokens!r}, temperature={temperature!r}, top_k={top_k!r}"
+            raise InputError(f"tokens and temperature are not negative, and top_k is at least 1. Received: {received}.")
+        return generate(self, ids, tokens, temperature, top_k, seed)
 
 
 def check_num_outputs(num_outputs: object) -> int:

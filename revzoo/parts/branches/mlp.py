@@ -1,6 +1,6 @@
 """Two linear layers and an activation between them, with the parameter names of timm or of Transformers."""
 
-from timm.layers import LayerScale, Mlp
+from timm.layers import LayerScale, Mlp, SwiGLU
 from torch import Tensor, nn
 
 from revzoo.bounds import PositiveFloat, Rate
@@ -21,8 +21,12 @@ class MlpBranch(nn.Module):
         act: activation between the two linear layers.
         norm: norm before the MLP.
         layer_scale: whether the result is multiplied by a learned factor per channel, initially 1e-5, as in DeiT III.
-    Source: Rev-ViT's G (SlowFast `reversible_mvit.py`, MLPSubblock).
+        gated: whether act is applied to a second linear layer, whose result the first one's is multiplied by (`silu`: SwiGLU).
+        bias: whether the linear layers have biases.
+    Source: Rev-ViT's G (SlowFast `reversible_mvit.py`, MLPSubblock); gated: Shazeer 2020, as in Llama.
     """
+
+    takes_past = True  # which a network hands to its steps when it continues a text; here it has no effect
 
     def __init__(
         self,
@@ -32,16 +36,19 @@ class MlpBranch(nn.Module):
         act: ActivationName = "gelu",
         norm: TokenNorm = "layer_norm",
         layer_scale: bool = False,
+        gated: bool = False,
+        bias: bool = True,
     ):
         super().__init__()
         context.require_kind("tokens", "mlp")
         context.require_hidden_channel("ratio", ratio)
         self.norm = build_token_norm(norm, context.width)
-        self.mlp = Mlp(context.width, int(context.width * ratio), act_layer=get_activation(act))
+        make = SwiGLU if gated else Mlp
+        self.mlp = make(context.width, int(context.width * ratio), act_layer=get_activation(act), bias=bias)
         self.ls = LayerScale(context.width) if layer_scale else nn.Identity()
         self.drop_path = DropPath(context.drop_path)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: object = None) -> Tensor:
         out: Tensor = self.drop_path(self.ls(self.mlp(self.norm(x))))
         return out
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from revzoo.bounds import NonNegativeInt, PositiveFloat, Rate
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.parts.context import BuildContext
-from revzoo.parts.layers.convolution import ActivationName, build_token_norm, get_activation
+from revzoo.parts.layers.convolution import ActivationName, TokenNorm, build_token_norm, get_activation
 from revzoo.parts.layers.linear_head import LinearHead
 from revzoo.registry import heads
 
@@ -60,7 +60,10 @@ class TokenLinear(LinearHead):
         norm: norm before the linear layer, or `none`.
         dropout: probability of dropping a channel before the linear layer, in [0, 1).
         act: activation after one more linear layer of the same width, which comes first; `none`: there is no such layer.
-    Source: Transformers' token classification and question answering, and ElectraDiscriminatorPredictions (`act`).
+        bias: whether the last linear layer has one.
+        tied: whether its weight is the stem's table of embeddings; it then has no bias, and `outputs` is the vocabulary.
+    Source: Transformers' token classification and question answering, and ElectraDiscriminatorPredictions (`act`); `tied`:
+        Press and Wolf 2017, as in GPT-2.
     """
 
     def __init__(
@@ -68,18 +71,36 @@ class TokenLinear(LinearHead):
         context: BuildContext,
         *,
         outputs: NonNegativeInt,
-        norm: Literal["layer_norm", "layer_norm_1e-5", "none"] = "layer_norm",
+        norm: TokenNorm | Literal["none"] = "layer_norm",
         dropout: Rate = 0.0,
         act: ActivationName | Literal["none"] = "none",
+        bias: bool = True,
+        tied: bool = False,
     ):
         width = context.shape.width
-        super().__init__("linear", width)
+        super().__init__("linear", width, bias and not tied)
         context.require_kind("tokens", "token_linear", "pooled_linear, or a stem that gives tokens, for example token_embed")
         self.norm = nn.Identity() if norm == "none" else build_token_norm(norm, width)
         self.dense = None if act == "none" else nn.Linear(width, width)
         self.act = nn.Identity() if act == "none" else get_activation(act)()
         self.dropout = nn.Dropout(dropout)
+        self._tied = False
         self.reset(outputs)
+        if tied:
+            if context.embedding is None or context.embedding.shape != (outputs, width):
+                table = "none" if context.embedding is None else "{} of {} channels".format(*context.embedding.shape)
+                raise PartArgumentError("tied", tied, f"false, or as many outputs as embeddings of {width} channels ({table})")
+            self.linear.weight = context.embedding
+            self._tied = True
+
+    def reset(self, outputs: int, like: Tensor | None = None) -> None:
+        """Replace the last layer by a fresh one, as for any head; refuse where it is the stem's table."""
+        if self._tied:
+            raise InputError(
+                f"The head scores the {self.outputs} ids of the vocabulary with the stem's embeddings. Received: {outputs} "
+                f"outputs. Another head is made with overrides=['head.tied=false','head.outputs={outputs}']."
+            )
+        super().reset(outputs, like)
 
     def compute_pre_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the features of each token, (B, N, D), after dropout."""

@@ -14,15 +14,15 @@ from revzoo.invertible import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLe
 from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.drop_path import DropPath
 
-TokenNorm = Literal["layer_norm", "layer_norm_1e-5", "rms_norm"]
+TokenNorm = Literal["layer_norm", "layer_norm_1e-5", "rms_norm", "rms_norm_1e-5"]
 LeakyNorm = Literal["in_place_abn", "leaky_batch_norm"]
 ActivationName = Literal["gelu", "gelu_tanh", "relu", "silu"]  # gelu_tanh: GELU approximated with tanh
 
 
 def build_token_norm(name: TokenNorm, width: int) -> nn.Module:
-    """Return a norm over the last dimension, eps 1e-6 as in timm's and SlowFast's vision transformers, or 1e-5 as in Swin."""
-    layer, eps = ("layer_norm", 1e-5) if name == "layer_norm_1e-5" else (name, 1e-6)
-    norm: nn.Module = get_norm_layer(layer.replace("_", ""))(width, eps=eps)
+    """Return a norm over the last dimension, eps 1e-6 as in timm's and SlowFast's vision transformers, or 1e-5."""
+    layer = name.removesuffix("_1e-5")
+    norm: nn.Module = get_norm_layer(layer.replace("_", ""))(width, eps=1e-6 if layer == name else 1e-5)
     return norm
 
 

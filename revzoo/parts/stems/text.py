@@ -79,12 +79,12 @@ class TokenStem(nn.Module):
         """The embedding table (vocabulary, D or E), which a head may share."""
         return cast(nn.Parameter, self.word_embeddings.weight)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, start: int = 0) -> Tensor:
         x: Tensor = self.word_embeddings(ids)
         if self.token_type_embeddings is not None:
             x = x + self.token_type_embeddings(ids.new_zeros(1))
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings(self._count_positions(ids))
+            x = x + self.position_embeddings(self._count_positions(ids) + start)
         elif self._position == "sinusoidal":
             x = x + _compute_sinusoids(ids.shape[1], x)
         dropped: Tensor = self.dropout(self.LayerNorm(x))
