@@ -127,9 +127,9 @@ def test_too_few_outputs_for_the_vocabulary(tmp_path, small_recipe):
     train(small_recipe("causal_lm", "train.epochs=1"), tmp_path / "run")
     model = revzoo.create(tmp_path / "run", num_outputs=200)
     facts = files.read_metadata(tmp_path / "run" / "best.safetensors")
-    files.save_weights(model, tmp_path / "few.safetensors", {"revzoo.recipe": facts["revzoo.recipe"]})
+    files.save_weights(model, tmp_path / "run" / "few.safetensors", {"revzoo.recipe": facts["revzoo.recipe"]})
     with pytest.raises(RevzooError, match="causal has 200 outputs, too few for the 256 ids of its vocabulary"):
-        evaluate_checkpoint(tmp_path / "few.safetensors")
+        evaluate_checkpoint(tmp_path / "run" / "few.safetensors")
 
 
 def test_fine_tuning_with_a_head_that_the_data_complete(tmp_path, tables, tokenizer):
