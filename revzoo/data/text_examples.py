@@ -39,6 +39,8 @@ class Windows(Examples):
         seed: determines where windows begin; None for testing.
     """
 
+    length: int
+
     def __init__(self, text: Tensor, length: int, seed: int | None):
         self.text, self.length, self.seed = text, length, seed
         self.label_noun = "bytes" if text.dtype is torch.uint8 else "tokens"
