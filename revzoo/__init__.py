@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from revzoo.planning.planner import solve as solve
     from revzoo.planning.profiling.profile import Profile as Profile
     from revzoo.planning.profiling.profile import profile as profile
+    from revzoo.runtime.chunked_loss import chunked_loss as chunked_loss
     from revzoo.spec import Spec as Spec
     from revzoo.spec import list_models as list_models
     from revzoo.spec import load_spec as load_spec
@@ -56,6 +57,7 @@ _HOMES = {
     "VerifyReport": "revzoo.analysis.verify",
     "build": "revzoo.model.builder",
     "bytes_per_pixel": "revzoo.analysis.bytes_per_pixel",
+    "chunked_loss": "revzoo.runtime.chunked_loss",
     "compile_steps": "revzoo.model.compile_steps",
     "convert": "revzoo.conversion.convert",
     "create": "revzoo.model.create",

@@ -20,6 +20,8 @@ CLASSES = {
 PINNED = {
     "build": "(spec)",
     "bytes_per_pixel": "(model, batch=None, *, loss=None)",
+    "chunked_loss": "(head, hidden, labels, *, loss=None, reduction='mean', ignore_index=-100, label_smoothing=0.0, "
+    "z_loss=0.0, chunk=None)",
     "compile_steps": "(model, **options)",
     "convert": "(source, weights=None, *, coupling='momentum', kept_bits=8, m=None, beta=None, out=None, strict=True, "
     "num_outputs=None, batch=None)",

@@ -1,0 +1,250 @@
+"""A loss over chunks of tokens: the logits of all tokens never exist, in neither pass.
+
+Gradients are computed in forward, chunk by chunk, and kept; backward multiplies them by the incoming gradient. So no product of
+the head runs twice, and a chunk's logits are gone before those of the next one are made.
+
+N tokens that count, D channels, V outputs of the head.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from revzoo.device import has_value
+from revzoo.dtype import HALF
+from revzoo.errors import InputError
+from revzoo.runtime.compiling import exclude_from_compilation
+from revzoo.runtime.ownership import is_held_alone
+from revzoo.sharded import is_sharded
+
+Reduction = Literal["mean", "sum", "none"]
+
+CHUNK_BYTES = 256 * 2**20
+_BYTES = 8  # of an output and token: the logit in float32, and its logarithm of the softmax, which the loss keeps
+_UNKNOWN_WIDTH = 2**18  # outputs of a head without parameters of its own, before it was called
+
+
+@exclude_from_compilation
+def chunked_loss(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    *,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+) -> Tensor:
+    """Return the loss of head(hidden) without ever holding the logits of all tokens.
+
+    Loss and gradients are those of `cross_entropy(head(hidden).float(), labels)`, or of another loss. Gradients reach the
+    hidden states and whatever in the head requires one. Tokens whose label is ignored never reach the head. What the head
+    draws at random, as LoRA's dropout does, is drawn for each chunk.
+
+    Shapes: hidden: (..., D); labels: (...), of any dtype that the loss takes. Returns a number; with reduction="none" (...).
+    Args:
+        head: a module, or any function, of (n, D) to (n, V), each token for itself: with bias, LoRA, soft cap, scale.
+        loss: of (n, V) logits and (n,) labels, a number for each token (n,). None: cross-entropy, in float32 at least.
+        reduction: "mean" divides by the number of labels that count. "none" is for losses that are weighted afterwards.
+        ignore_index: a label that does not count.
+        label_smoothing: of the cross-entropy, in [0, 1].
+        z_loss: weight of the squared logarithm of the softmax's denominator, which is added to the cross-entropy.
+        chunk: tokens at a time. None: so many that their logits in float32, and what cross-entropy keeps of them, take 256 MiB.
+    Raises:
+        InputError: shapes that do not fit, a loss of another shape, a chunk that is no positive integer, a head that processes
+            divide, or a second derivative.
+    Cost: forward holds, beside a chunk, the gradient of the hidden states, and that of the head's parameters (in float32 where
+        they are in half precision). FLOPs are those of the ordinary loss; with "none" the head runs once more in backward.
+    Source: Liger (arXiv:2410.10989) computes gradients in forward, too; Cut Cross-Entropy (arXiv:2411.09009).
+    """
+    _require(head, hidden, labels, reduction, chunk)
+    if loss is None:
+        loss = partial(_cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss)
+    elif label_smoothing or z_loss:
+        raise InputError("label_smoothing and z_loss belong to the cross-entropy. Received: a loss too. Put them into it.")
+    rows, targets = hidden.flatten(0, -2) if hidden.dim() > 2 else hidden, labels.flatten()
+    counts = targets != ignore_index
+    kept = counts.nonzero().flatten() if has_value(counts) and has_value(hidden) else None  # else all may count
+    count = len(targets) if kept is None else len(kept)
+    if count == len(targets):
+        kept = None
+    width = max((max(p.shape, default=0) for p in head.parameters()), default=0) if isinstance(head, nn.Module) else 0
+    tokens = _Tokens(rows, targets, kept, chunk, width or _UNKNOWN_WIDTH)
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        logits = head(x)
+        tokens.note_width(logits.shape[-1])
+        losses = loss(logits, y)
+        if losses.shape != y.shape:
+            raise InputError(
+                f"loss returns a number for each token. Received: {tuple(losses.shape)} of {len(y)} tokens. Give the loss "
+                "reduction='none'; chunked_loss has a reduction of its own."
+            )
+        return losses
+
+    if reduction == "none":
+        run_again = partial(checkpoint, run, use_reentrant=False) if torch.is_grad_enabled() else run
+        losses = torch.cat([run_again(x, y) for _, x, y in tokens])
+        return (losses if kept is None else losses.new_zeros(len(targets)).index_put((kept,), losses)).view(labels.shape)
+
+    gradients = _Gradients(hidden)
+    total: Tensor | None = None
+    for place, x, y in tokens:
+        part = gradients.add(run, place, x, y)
+        total = part if total is None else total + part
+    assert total is not None
+    if gradients.sums:
+        total = _Known.apply(total, len(gradients.sums), *gradients.sums, *gradients.sums.values())
+    if reduction == "mean":  # divided here: gradients of a mean would be smaller than what float16 has
+        total = total / max(count, 1)
+    return total if count or reduction == "sum" else total + float("nan")  # as in PyTorch, also in that gradients are zero
+
+
+class _Tokens:
+    """The chunks of the tokens that count: their place, hidden states (n, D) and labels (n,).
+
+    Without a token there is one chunk of none, so that the head's parameters have a gradient of zero, as they always have.
+    """
+
+    def __init__(self, rows: Tensor, targets: Tensor, kept: Tensor | None, chunk: int | None, width: int):
+        self._rows, self._targets, self._kept, self._is_fixed = rows, targets, kept, chunk is not None
+        self._chunk = chunk or _choose_chunk(width)
+
+    def note_width(self, width: int) -> None:
+        """Let the following chunks fit the logits of this one."""
+        if not self._is_fixed:
+            self._chunk = _choose_chunk(width)
+
+    def __iter__(self) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
+        count, begin = len(self._targets if self._kept is None else self._kept), 0
+        while begin < count or begin == 0:
+            end = begin + self._chunk
+            place = slice(begin, min(end, count)) if self._kept is None else self._kept[begin:end]
+            yield place, self._rows[place], self._targets[place]
+            begin = end
+
+
+def _choose_chunk(width: int) -> int:
+    return max(CHUNK_BYTES // (_BYTES * width), 1)
+
+
+class _Gradients:
+    """Sums of gradients over chunks, of the hidden states and of every leaf that requires one.
+
+    Args:
+        hidden: all hidden states, (..., D).
+    """
+
+    def __init__(self, hidden: Tensor):
+        self.sums = dict[Tensor, Tensor]()
+        self._hidden = hidden
+
+    def add(self, run: Callable[[Tensor, Tensor], Tensor], place: slice | Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Return the sum of a chunk's losses, and add its gradients."""
+        hidden = self._hidden
+        x = x.detach().requires_grad_(torch.is_grad_enabled() and hidden.requires_grad)
+        with _no_hooks():
+            losses = run(x.view_as(x), y)  # hooks of modules, as FlopCounterMode has them, fail at a leaf
+        if losses.requires_grad:
+            leaves = [leaf for leaf in _find_leaves(losses) if leaf is not x]
+            inputs = [*([x] if x.requires_grad else []), *leaves]
+            with _no_hooks(leaves), torch.autocast(losses.device.type, enabled=False):  # backward belongs outside of it
+                parts = torch.autograd.grad(losses, inputs, torch.ones_like(losses))
+            if x.requires_grad:
+                if hidden not in self.sums:
+                    self.sums[hidden] = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+                self.sums[hidden].view(-1, hidden.shape[-1])[place] = parts[0]
+            for leaf, part in zip(leaves, parts[len(inputs) - len(leaves) :], strict=True):
+                if leaf in self.sums:
+                    self.sums[leaf].add_(part)
+                elif leaf.dtype in HALF:
+                    self.sums[leaf] = part.float()
+                else:
+                    self.sums[leaf] = part if is_held_alone(part) else part.clone()
+        return losses.detach().sum()
+
+
+def _find_leaves(out: Tensor) -> list[Tensor]:
+    """Return the leaves that a tensor depends on and that require a gradient, in order of their appearance in its graph."""
+    leaves, seen, waiting = list[Tensor](), set[Node](), [out.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if (leaf := getattr(node, "variable", None)) is not None:
+                leaves.append(leaf)
+            waiting += [following for following, _ in node.next_functions]
+    return leaves
+
+
+@contextmanager
+def _no_hooks(leaves: tuple[Tensor, ...] | list[Tensor] = ()) -> Iterator[None]:
+    """Keep what surrounds the loss away from a chunk's own graph: hooks of saved tensors, and those of leaves' gradients."""
+    hooks = [leaf._backward_hooks for leaf in leaves]
+    with saved_tensors_hooks(_return, _return):
+        try:
+            for leaf in leaves:
+                leaf._backward_hooks = None
+            yield
+        finally:
+            for leaf, own in zip(leaves, hooks, strict=True):
+                leaf._backward_hooks = own
+
+
+def _return(x: Tensor) -> Tensor:
+    return x
+
+
+class _Known(torch.autograd.Function):
+    """A number whose gradients are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, count: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors[count:])
+        ctx.dtypes = [tensor.dtype for tensor in tensors[:count]]
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "chunked_loss has first derivatives only. Received: a backward with create_graph=True. Use "
+                "torch.nn.functional.cross_entropy where its gradient is differentiated again."
+            )
+        # In place, unless this runs again: AccumulateGrad then takes what nobody else holds as the parameter's gradient.
+        multiply = Tensor.mul if torch._C._autograd._get_current_graph_task_keep_graph() else Tensor.mul_
+        sums = [multiply(known, gradient).to(dtype) for known, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return (None, None, *sums, *[None] * len(sums))
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float, z_loss: float) -> Tensor:
+    if logits.dtype in HALF:
+        logits = logits.float()
+    losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+    return losses + z_loss * logits.logsumexp(-1).square() if z_loss else losses
+
+
+def _require(head: Any, hidden: Tensor, labels: Tensor, reduction: str, chunk: Any) -> None:
+    if hidden.dim() < 2 or labels.shape != hidden.shape[:-1]:
+        raise InputError(
+            "Every token has hidden states (..., D) and a label (...). Received: "
+            f"{tuple(hidden.shape)} and {tuple(labels.shape)}. Shift both before: hidden[:, :-1] and labels[:, 1:]."
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise InputError(f"reduction is 'mean', 'sum' or 'none'. Received: {reduction!r}.")
+    if chunk is not None and not (type(chunk) is int and chunk >= 1):
+        raise InputError(f"chunk is a number of tokens, an integer >= 1. Received: {chunk!r}.")
+    if is_sharded(hidden, *(head.parameters() if isinstance(head, nn.Module) else ())):
+        raise InputError(
+            "A head that processes divide cannot run in chunks: each would gather it anew. Received: parameters that are "
+            "shards (DTensor). Leave the head to fully_shard of the whole model, and call chunked_loss in its forward."
+        )
