@@ -40,7 +40,11 @@ def require_language_model(network: Network) -> int:
     """Return the most tokens of a text, or raise InputError unless the network predicts the next one and can keep its past."""
     input, steps = network.spec.input, network.steps
     lacking = next((type(step).__name__ for step in steps if not getattr(step, "takes_past", False)), "")
-    if not isinstance(input, TextInput) or not isinstance(network.head, TokenLinear) or network.head.outputs != input.vocabulary:
+    if (
+        not isinstance(input, TextInput)
+        or not isinstance(network.head, TokenLinear)
+        or network.head.outputs != input.vocabulary
+    ):
         lacking = type(network.head).__name__
     if lacking or not steps:
         raise InputError(

@@ -57,7 +57,9 @@ class CausalAttention(nn.Module):
         if heads % kv_heads:
             raise PartArgumentError("kv_heads", kv_heads, f"a divisor of the {heads} heads")
         if rotary_base is not None and channels % 2:
-            raise PartArgumentError("heads", heads, f"heads of an even number of channels, which rotary positions turn in pairs")
+            raise PartArgumentError(
+                "heads", heads, f"heads of an even number of channels, which rotary positions turn in pairs"
+            )
         self.norm = build_token_norm(norm, context.width)
         self.qkv = nn.Linear(context.width, (heads + 2 * kv_heads) * channels, bias)
         self.proj = nn.Linear(context.width, context.width, bias)
@@ -84,7 +86,9 @@ class CausalAttention(nn.Module):
         return out
 
 
-def compute_turns(start: int, count: int, channels: int, base: float, factor: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def compute_turns(
+    start: int, count: int, channels: int, base: float, factor: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Return cosines and sines, (N, C / 2), by which rotary positions from `start` on turn pairs of channels."""
     rates = base ** -(torch.arange(0, channels, 2, device=device, dtype=torch.float32) / channels)
     if factor != 1:  # transformers.modeling_rope_utils, "llama3", with the constants of all its checkpoints
