@@ -54,7 +54,7 @@ def find_ineffective_settings(recipe: Recipe) -> list[str]:
     decay = {"decay_milestones", "decay_epochs", "decay_rate", "min_lr"} - _READ_BY_SCHEDULE[recipe.schedule.sched]
     ruled_out = {
         ("data", recipe.data.name): _find_unread(recipe.data.name),
-        ("data.text", recipe.data.name): set() if recipe.data.name == "text_classification" else {"label"},
+        ("data.text", recipe.data.name): {"label"} if recipe.data.name in ("causal_lm", "masked_lm") else set(),
         ("data.image", recipe.data.name): {"column"} if recipe.data.name == "wds" else set(),
         ("optimizer", recipe.optimizer.opt): _NOT_OF_ALL - find_accepted_options(recipe.optimizer.opt),
         ("schedule", recipe.schedule.sched): decay,

@@ -1,11 +1,13 @@
 """Texts as examples: windows, labels, masked tokens, and that all of it follows from seed and epoch."""
 
 import pytest
+import tokenizers
 import torch
 
 from revzoo.data.base import IGNORED
 from revzoo.data.corpus import read_standard_text, read_standard_texts
 from revzoo.data.loading import load_data
+from revzoo.errors import DataError
 from revzoo.spec.schema import TextInput
 
 BYTES = TextInput("text", 16, 256)
@@ -24,6 +26,32 @@ def test_windows(story, options, epoch):
         assert all(bytes([*row, last]) in content[:900] for row, last in zip(ids.tolist(), labels[:, -1].tolist(), strict=True))
     predicted = [label for _, labels in data.test for label in labels.flatten().tolist() if label != IGNORED]
     assert bytes(predicted) == content[901:]  # each byte but the first exactly once, in order
+
+
+def test_documents_are_packed_with_the_end_of_a_text_between_them(tmp_path, tables, tokenizer, options):
+    """Files in the order of their names, rows of a table, and of a data set of Hugging Face; bytes, or ids of a tokenizer."""
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "files").mkdir()
+    for name in ("b", "a"):
+        (tmp_path / "files" / f"{name}.txt").write_text(name * 90)
+    whole = load_data(options("causal_lm", tmp_path / "files", batch_size=1), BYTES, 0)
+    assert b"".join(each.dataset.list_contents()[0] for each in (whole.train, whole.test)) == b"a" * 90 + b"\0" + b"b" * 90
+    table = {name: {"text": [f"a {name} text", "a dog"] * 9} for name in ("train", "test")}
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_dict(rows) for name, rows in table.items()})
+    saved.save_to_disk(tmp_path / "saved")
+    data = load_data(options("causal_lm", tmp_path / "saved", tokenizer), SUBWORDS, 0)
+    assert (data.label_noun, data.is_held_out, data.data_config) == ("tokens", False, {"tokenizer": str(tokenizer)})
+    reader = tokenizers.Tokenizer.from_file(str(tokenizer))
+    encode = lambda text: reader.encode(text, add_special_tokens=False).ids  # noqa: E731
+    ids = data.test.dataset.text.tolist()
+    assert ids == (([*encode("a test text"), 2, *encode("a dog"), 2]) * 9)[:-1]  # 2 is </s>
+    for name, rows in table.items():
+        datasets.Dataset.from_dict(rows).to_parquet(tables / f"{name}.parquet")
+        (tables / ("train.csv" if name == "train" else "test.jsonl")).unlink()
+    same = load_data(options("causal_lm", tables, tokenizer), SUBWORDS, 0)
+    assert [same.train.dataset.text.tolist(), same.test.dataset.text.tolist()] == [data.train.dataset.text.tolist(), ids]
+    with pytest.raises(DataError, match=r"280 of them.*input.vocabulary=280"):
+        load_data(options("causal_lm", tables, tokenizer), BYTES, 0)
 
 
 def test_every_offset_is_drawn(story, options):

@@ -1,0 +1,53 @@
+"""`revzoo compare`: rows that are counts of real steps, with and without the logits, and mistakes."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import revzoo
+from revzoo.on_card import compare_losses
+
+SMALL = ["input.length=16", "stages.0.depth=1", "input.vocabulary=4096", "head.outputs=4096"]
+WAYS = ("stored", "checkpointed", "reversible")
+
+
+def compute_loss(logits):
+    return cross_entropy(logits.flatten(0, 1), torch.zeros(len(logits) * 16, dtype=torch.int64, device=logits.device))
+
+
+def test_rows_are_counts_of_a_step():
+    """Those of `fits`, where labels belong to the batch; a chunked loss keeps gradients of its input and weights for logits."""
+    model = revzoo.create("rev_gpt_mini", overrides=SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    answer, rates = compare_losses(model, 32, "1GB", optimizer=optimizer)
+    rows, labels, logits, hidden, weights = (
+        {m.name: m for m in answer.methods},
+        32 * 16 * 8,
+        *(4 * n for n in (32 * 16 * 4096, 32 * 16 * 128, 4096 * 128)),
+    )
+    assert list(rows) == list(rates) == [f"{way}{loss}" for way in WAYS for loss in ("", ", chunked loss")]
+    counted = revzoo.fits(model, model.example_input(32), "1GB", optimizer=optimizer, loss=compute_loss).methods
+    for way, same in zip(WAYS, counted, strict=False):
+        assert (rows[way].kept_bytes, rows[way].work) == (same.kept_bytes - labels, same.work)
+    saved = {rows[way].kept_bytes - rows[f"{way}, chunked loss"].kept_bytes for way in WAYS}
+    assert len(saved) == 1
+    assert logits - hidden - weights <= saved.pop() <= logits
+    assert [rows[f"{way}, chunked loss"].work for way in WAYS] == [rows[way].work for way in WAYS]  # no product runs twice
+
+
+def test_the_table(run):
+    out = run("compare", f"model.overrides=[{','.join(SMALL)}]", "data.batch_size=2", "--card=100MB")
+    assert "rev_gpt_mini at batch 2 takes" in out
+    assert len([line for line in out.splitlines() if line.strip().startswith(WAYS)]) == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["digits"], "data.name=digits, data.batch_size=64. Name the recipe lm"),
+        (["lm", "data.batch_size=auto"], "data.batch_size=auto. Name the recipe lm, and a batch size"),
+        (["lm", "digits"], "One recipe is compared. Received: lm, digits"),
+    ],
+)
+def test_mistakes(refused, words, message):
+    assert message in refused("compare", *words)
