@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from revzoo.conversion.convert import convert as convert
     from revzoo.conversion.export import export as export
     from revzoo.conversion.report import ConvertReport as ConvertReport
+    from revzoo.data.generate import generate as generate
     from revzoo.data.transform import transform as transform
     from revzoo.graph import ModulePlan as ModulePlan
     from revzoo.graph import reforward as reforward
@@ -63,6 +64,7 @@ _HOMES = {
     "create": "revzoo.model.create",
     "export": "revzoo.conversion.export",
     "fits": "revzoo.on_card",
+    "generate": "revzoo.data.generate",
     "inplace_abn_": "revzoo.in_place.inplace_abn",
     "list_models": "revzoo.spec",
     "load_spec": "revzoo.spec",

@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         torch.manual_seed(recipe.train.seed)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = create(recipe.model.name, overrides=recipe.model.list_overrides(), device=device)
+        chosen = {"overrides": recipe.model.list_overrides(), "num_outputs": recipe.model.num_outputs}
+        model = create(recipe.model.name, device=device, **chosen)
         optimizer = create_optimizer(recipe.optimizer.opt, model)
         precision = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.train.mixed_precision]
         assert optimizer is not None

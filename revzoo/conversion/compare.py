@@ -41,8 +41,9 @@ def make_compared_batch(model: Model, batch: Any) -> ComparedBatch:
     inputs, padding = model.example_input(_EXAMPLES) if batch is None else batch, getattr(model.spec.input, "padding", None)
     if inputs.is_floating_point():
         return ComparedBatch(inputs.float(), None, batch is None)  # as both networks are
-    if batch is None and padding is not None:
+    if batch is None:
         inputs = inputs[:, :64]
+    if batch is None and padding is not None:
         inputs[1::2, inputs.shape[1] // 2 :] = padding
     mask = torch.ones_like(inputs) if padding is None else (inputs != padding).long()
     return ComparedBatch(inputs, mask, batch is None)
@@ -60,7 +61,8 @@ def run_converted(model: Model, examples: ComparedBatch) -> Tensor:
     """Return the output of a converted network, computed without keeping anything."""
     model.schedule = Mode.STORE
     inputs, mask, _ = examples
-    output: Tensor = model(inputs) if mask is None else model(inputs, mask.bool())
+    takes_mask = mask is not None and getattr(model.spec.input, "padding", None) is not None  # else padding is at the end
+    output: Tensor = model(inputs, mask) if takes_mask else model(inputs)
     return output
 
 

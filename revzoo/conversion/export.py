@@ -78,7 +78,7 @@ def _restore_tensors(folder: Path, rows: Sequence[TensorRow], tensors: Mapping[s
     for row in rows:
         if missing := [key for key in row.ours if key not in tensors]:
             raise ConversionError(f"The weights are not for the network in {folder}: {join_names(missing)} is missing.")
-        mapping = TensorMapping(row.ours, row.theirs, row.transform, original_shape=next(iter(row.original_shapes), ()))
+        mapping = TensorMapping(row.ours, row.theirs, row.transform, original_shapes=row.original_shapes)
         theirs = mapping.to_theirs([tensors[key] for key in row.ours])
         if dtypes and row.original_dtypes:
             theirs = [t.to(getattr(torch, dtype)) for t, dtype in zip(theirs, row.original_dtypes, strict=True)]

@@ -21,19 +21,19 @@ class TensorMapping:
     Args:
         ours: keys in the converted network's state dict; none where the tensors have no place in it and are only given back.
         theirs: keys in the original's state dict.
-        transform: what is done with them. "tied" tensors are copies, of which ours is one; "merged" ones are of equal shape
-            and stacked along their first dimension (q, k and v of an attention); "transposed" ones are TensorFlow's weights,
+        transform: what is done with them. "tied" tensors are copies, of which ours is one; "merged" ones are
+            stacked along their first dimension (q, k and v of an attention); "transposed" ones are TensorFlow's weights,
             whose inputs and outputs are the last dimensions; of a "shortened" one ours lacks the first row
             of (1, N, D), which was all ones; "unused" ones may be missing.
         shape: of ours, where that is another one ("reshaped").
-        original_shape: of theirs.
+        original_shapes: of theirs, for "reshaped" ones, and "merged" ones where these differ.
     """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     transform: Transform
     shape: tuple[int, ...] = ()
-    original_shape: tuple[int, ...] = ()
+    original_shapes: tuple[tuple[int, ...], ...] = ()
 
     def to_ours(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute the tensors at `ours` from those at `theirs`, both in the order of the keys."""
@@ -58,9 +58,10 @@ class TensorMapping:
             case "tied":
                 return [tensors[0]] * len(self.theirs)
             case "merged":
-                return tensors[0].chunk(len(self.theirs))
+                rows = [shape[0] for shape in self.original_shapes] or [len(tensors[0]) // len(self.theirs)] * len(self.theirs)
+                return torch.split(tensors[0], rows)
             case "reshaped":
-                return [tensors[0].reshape(self.original_shape)]
+                return [tensors[0].reshape(self.original_shapes[0])]
             case "transposed":
                 return [tensors[0].permute((2, 3, 1, 0) if tensors[0].dim() == 4 else (1, 0))]
             case "shortened":

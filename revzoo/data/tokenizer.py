@@ -115,6 +115,10 @@ class TokenizerFile:
         except Exception as error:  # for example, its vocabulary lacks the token for unknown words
             raise DataError(f"The tokenizer {self.source} cannot encode these texts ({error}).") from error
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, without the special ones."""
+        return str(self._tokenizer.decode(list(ids)))
+
 
 Tokenizer = PlainBytes | TokenizerFile
 

@@ -18,11 +18,11 @@ def generate(
     network: Network, ids: Tensor, tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int | None = None
 ) -> Tensor:
     """Return texts with new tokens after them; arguments, shapes and errors are those of `Model.generate`."""
-    context = require_language_model(network)
-    if ids.dim() != 2 or not 1 <= ids.shape[1] < context:
+    context = require_language_model(network).length
+    if not ids.shape[1] < context:
         raise InputError(
-            f"{network.spec.name} continues ids (B, N) of 1 to {context - 1} tokens. Received: {tuple(ids.shape)}. Keep the last "
-            f"ones of longer texts, such as ids[:, -{max(context // 2, 1)}:]: there is room for {context} tokens in all."
+            f"{network.spec.name} reads {context} tokens in all. Received: {ids.shape[1]}. Keep the last ones, such as "
+            f"ids[:, -{context // 2}:]."
         )
     generator = torch.Generator(ids.device)
     if seed is None:
@@ -36,28 +36,24 @@ def generate(
     return ids
 
 
-def require_language_model(network: Network) -> int:
-    """Return the most tokens of a text, or raise InputError unless the network predicts the next one and can keep its past."""
-    input, steps = network.spec.input, network.steps
-    lacking = next((type(step).__name__ for step in steps if not getattr(step, "takes_past", False)), "")
-    if (
-        not isinstance(input, TextInput)
-        or not isinstance(network.head, TokenLinear)
-        or network.head.outputs != input.vocabulary
-    ):
-        lacking = type(network.head).__name__
-    if lacking or not steps:
+def require_language_model(network: Network) -> TextInput:
+    """Return the network's input; raise InputError unless it predicts the next token and its steps keep what they have read."""
+    input, head = network.spec.input, network.head
+    lacking = [type(step).__name__ for step in network.steps if not getattr(step, "takes_past", False)]
+    if not isinstance(input, TextInput) or not isinstance(head, TokenLinear) or head.outputs != input.vocabulary:
+        lacking.append(type(head).__name__)
+    if lacking or not isinstance(input, TextInput):
         raise InputError(
             "Texts are continued by a language model whose steps see earlier tokens alone, and keep what they have read. "
-            f"Received: {network.spec.name} with {lacking or 'no steps'}. Use one of revzoo.list_models('rev_gpt*')."
+            f"Received: {network.spec.name} with {lacking[0]}. Use one of revzoo.list_models('rev_gpt*')."
         )
-    return int(input.length)
+    return input
 
 
 def _read(network: Network, ids: Tensor, past: Past) -> Tensor:
     """Return the logits of the token after these, (B, vocabulary); the past has then grown by them."""
     pair = network.split(network.stem(ids, past.length))
-    steps = [Step(step, step.name, network.coupling, Mode.STORE) for step in network.steps]
+    steps = [Step(e.module, e.name, network.coupling, Mode.STORE) for e in network.layout() if e.kind == "step"]
     x1, x2 = run_chain(steps, *pair, side=past, exact=network.exact)
     past.length += ids.shape[1]
     logits: Tensor = network.head(network.fuse(x1[:, -1:], x2[:, -1:]))

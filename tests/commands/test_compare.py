@@ -5,10 +5,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import revzoo
+from revzoo.analysis.step_memory import measure_modes
 from revzoo.on_card import compare_losses
 
-SMALL = ["input.length=16", "stages.0.depth=1", "input.vocabulary=4096", "head.outputs=4096"]
-WAYS = ("stored", "checkpointed", "reversible")
+SMALL = ["input.length=16", "stages.0.depth=1", "input.vocabulary=4096"]
+WAYS = {"stored": "store", "checkpointed": "recompute", "reversible": "invert"}
 
 
 def compute_loss(logits):
@@ -16,19 +17,20 @@ def compute_loss(logits):
 
 
 def test_rows_are_counts_of_a_step():
-    """Those of `fits`, where labels belong to the batch; a chunked loss keeps gradients of its input and weights for logits."""
+    """Labels are made before it and not within; a chunked loss keeps gradients of its input and weights for logits."""
     model = revzoo.create("rev_gpt_mini", overrides=SMALL)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    answer, rates = compare_losses(model, 32, "1GB", optimizer=optimizer)
+    answer, rates = compare_losses(model, 32, "1MB", optimizer=optimizer)
     rows, labels, logits, hidden, weights = (
         {m.name: m for m in answer.methods},
         32 * 16 * 8,
         *(4 * n for n in (32 * 16 * 4096, 32 * 16 * 128, 4096 * 128)),
     )
     assert list(rows) == list(rates) == [f"{way}{loss}" for way in WAYS for loss in ("", ", chunked loss")]
-    counted = revzoo.fits(model, model.example_input(32), "1GB", optimizer=optimizer, loss=compute_loss).methods
-    for way, same in zip(WAYS, counted, strict=False):
-        assert (rows[way].kept_bytes, rows[way].work) == (same.kept_bytes - labels, same.work)
+    counted, _ = measure_modes(model, model.example_input(32), optimizer, loss=compute_loss)
+    for way, mode in WAYS.items():
+        assert rows[way].kept_bytes == counted[mode].after_forward_bytes - labels
+        assert rows[way].peak_bytes == counted[mode].peak_bytes + labels
     saved = {rows[way].kept_bytes - rows[f"{way}, chunked loss"].kept_bytes for way in WAYS}
     assert len(saved) == 1
     assert logits - hidden - weights <= saved.pop() <= logits
@@ -36,15 +38,15 @@ def test_rows_are_counts_of_a_step():
 
 
 def test_the_table(run):
-    out = run("compare", f"model.overrides=[{','.join(SMALL)}]", "data.batch_size=2", "--card=100MB")
+    out = run("compare", f"model.overrides=[{','.join(SMALL)}]", "data.batch_size=2", "--card=1MB")
     assert "rev_gpt_mini at batch 2 takes" in out
-    assert len([line for line in out.splitlines() if line.strip().startswith(WAYS)]) == 6
+    assert len([line for line in out.splitlines() if line.strip().startswith((*WAYS,))]) == 6
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["digits"], "data.name=digits, data.batch_size=64. Name the recipe lm"),
+        (["digits"], "data.name=digits, data.batch_size=48. Name the recipe lm"),
         (["lm", "data.batch_size=auto"], "data.batch_size=auto. Name the recipe lm, and a batch size"),
         (["lm", "digits"], "One recipe is compared. Received: lm, digits"),
     ],

@@ -12,6 +12,7 @@ from revzoo.conversion.sources.timm_resnet import TimmResNet
 from revzoo.conversion.sources.timm_swin import TimmSwin
 from revzoo.conversion.sources.timm_vit import TimmViT
 from revzoo.conversion.sources.transformers_bert import BERT, ELECTRA, ROBERTA
+from revzoo.conversion.sources.transformers_decoder import TransformersGPT2, TransformersLlama
 from revzoo.conversion.sources.transformers_distilbert import DISTILBERT
 from revzoo.errors import ConversionError, join_names
 
@@ -24,6 +25,8 @@ SOURCES: tuple[Source, ...] = (
     ROBERTA,
     ELECTRA,
     DISTILBERT,
+    TransformersGPT2(),
+    TransformersLlama(),
     PySlowFast(),
     MMPretrain(),
     IRevNet(),

@@ -55,5 +55,5 @@ class PySlowFast(PublishedSource):
             return TensorMapping((ours,), tuple(theirs.replace(".qkv.", f".{name}.") for name in "qkv"), "merged")
         if re.search(r"\.attn\.pool_[qkv]\.weight$", theirs):
             kernel = tensor.shape  # (C, 1, K, K); theirs is (C, 1, 1, K, K), over a single frame
-            return TensorMapping((ours,), (theirs,), "reshaped", tuple(kernel), (*kernel[:2], 1, *kernel[2:]))
+            return TensorMapping((ours,), (theirs,), "reshaped", tuple(kernel), ((*kernel[:2], 1, *kernel[2:]),))
         return rename(ours, theirs)

@@ -26,7 +26,7 @@ Task = Literal[
 Config = Mapping[str, Any]
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
@@ -320,10 +320,10 @@ class TransformersEncoder(Source):
         if self.counts_after_padding and config["pad_token_id"] is None:
             raise self._make_error("pad_token_id", None, "an id; positions are counted from it")
         act = config["hidden_act"]
-        if act not in _ACTIVATIONS:
-            allowed_acts = f"{join_names(sorted(_ACTIVATIONS))}.{did_you_mean(str(act), _ACTIVATIONS)}"
+        if act not in ACTIVATIONS:
+            allowed_acts = f"{join_names(sorted(ACTIVATIONS))}.{did_you_mean(str(act), ACTIVATIONS)}"
             raise self._make_error(self._name("hidden_act"), act, allowed_acts)
-        config["hidden_act"] = _ACTIVATIONS[act]
+        config["hidden_act"] = ACTIVATIONS[act]
         task = self._find_task(description)
         if self._scores_ids(task) and description.get("tie_word_embeddings", True) is False:
             raise self._make_error("tie_word_embeddings", False, "true, with the head masked_lm")

@@ -57,9 +57,7 @@ class CausalAttention(nn.Module):
         if heads % kv_heads:
             raise PartArgumentError("kv_heads", kv_heads, f"a divisor of the {heads} heads")
         if rotary_base is not None and channels % 2:
-            raise PartArgumentError(
-                "heads", heads, f"heads of an even number of channels, which rotary positions turn in pairs"
-            )
+            raise PartArgumentError("heads", heads, "a number that leaves heads of even width, turned in pairs")
         self.norm = build_token_norm(norm, context.width)
         self.qkv = nn.Linear(context.width, (heads + 2 * kv_heads) * channels, bias)
         self.proj = nn.Linear(context.width, context.width, bias)
@@ -69,13 +67,14 @@ class CausalAttention(nn.Module):
     def forward(self, x: Tensor, past: Tensor | Past | None = None) -> Tensor:
         if isinstance(past, Tensor):
             raise InputError(
-                "causal_attention takes no attention mask. Received: one. Pad texts on the right, where padding changes nothing "
-                "before it, and leave the mask out; a model that makes masks itself needs overrides=['input.padding=null']."
+                "causal_attention takes no attention mask. Received: one. Pad texts on the right, where padding changes "
+                "nothing, and leave the mask out; a model that makes masks itself needs overrides=['input.padding=null']."
             )
         qkv = self.qkv(self.norm(x)).unflatten(2, (sum(self._heads), -1)).transpose(1, 2)  # (B, M + 2 K, N, C)
         q, k, v = qkv.split(self._heads, 1)
         if self._base is not None:
-            turns = compute_turns(past.length if past else 0, x.shape[1], k.shape[-1], self._base, self._factor, x.device)
+            start = past.length if past is not None else 0
+            turns = _compute_turns((start, start + x.shape[1]), k.shape[-1], self._base, self._factor, x.device)
             q, k = _turn(q, *turns), _turn(k, *turns)
         if past is not None:
             k, v = past.extend(self, k, v)
@@ -86,15 +85,15 @@ class CausalAttention(nn.Module):
         return out
 
 
-def compute_turns(
-    start: int, count: int, channels: int, base: float, factor: float, device: torch.device
+def _compute_turns(
+    positions: tuple[int, int], channels: int, base: float, factor: float, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, (N, C / 2), by which rotary positions from `start` on turn pairs of channels."""
+    """Return cosines and sines, (N, C / 2), by which rotary positions, from one to before another, turn pairs of channels."""
     rates = base ** -(torch.arange(0, channels, 2, device=device, dtype=torch.float32) / channels)
     if factor != 1:  # transformers.modeling_rope_utils, "llama3", with the constants of all its checkpoints
         kept = ((rates * 8192 / (2 * pi) - 1) / 3).clamp(0, 1)
         rates = kept * rates + (1 - kept) * rates / factor
-    angles = torch.arange(start, start + count, device=device)[:, None] * rates
+    angles = torch.arange(*positions, device=device)[:, None] * rates
     return angles.cos(), angles.sin()
 
 

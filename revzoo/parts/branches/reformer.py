@@ -255,7 +255,7 @@ class ChunkedMlpBranch(MlpBranch):
         super().__init__(context, ratio=ratio, act=act, norm=norm)
         self.chunks = chunks
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: object = None) -> Tensor:
         results = [self.mlp(self.norm(chunk)) for chunk in x.chunk(self.chunks, 1)]
         out: Tensor = self.drop_path(torch.cat(results, 1))
         return out

@@ -56,12 +56,13 @@ class TokenLinear(LinearHead):
 
     Shapes: (B, N, D) -> (B, N, outputs); a mask of the tokens is accepted and has no effect.
     Args:
-        outputs: size of the vocabulary, or number of classes; 0: no linear layer, the normed tokens are returned.
+        outputs: size of the vocabulary, or number of classes; 0: no linear layer, the normed tokens are returned; None, where
+            tied: as many as there are embeddings.
         norm: norm before the linear layer, or `none`.
         dropout: probability of dropping a channel before the linear layer, in [0, 1).
         act: activation after one more linear layer of the same width, which comes first; `none`: there is no such layer.
         bias: whether the last linear layer has one.
-        tied: whether its weight is the stem's table of embeddings; it then has no bias, and `outputs` is the vocabulary.
+        tied: whether its weight is the stem's table of embeddings; it then has no bias.
     Source: Transformers' token classification and question answering, and ElectraDiscriminatorPredictions (`act`); `tied`:
         Press and Wolf 2017, as in GPT-2.
     """
@@ -70,7 +71,7 @@ class TokenLinear(LinearHead):
         self,
         context: BuildContext,
         *,
-        outputs: NonNegativeInt,
+        outputs: NonNegativeInt | None = None,
         norm: TokenNorm | Literal["none"] = "layer_norm",
         dropout: Rate = 0.0,
         act: ActivationName | Literal["none"] = "none",
@@ -85,13 +86,19 @@ class TokenLinear(LinearHead):
         self.act = nn.Identity() if act == "none" else get_activation(act)()
         self.dropout = nn.Dropout(dropout)
         self._tied = False
-        self.reset(outputs)
-        if tied:
-            if context.embedding is None or context.embedding.shape != (outputs, width):
-                table = "none" if context.embedding is None else "{} of {} channels".format(*context.embedding.shape)
-                raise PartArgumentError("tied", tied, f"false, or as many outputs as embeddings of {width} channels ({table})")
-            self.linear.weight = context.embedding
-            self._tied = True
+        if not tied:
+            if outputs is None:
+                raise PartArgumentError("outputs", outputs, "an integer >= 0, or tied: true")
+            self.reset(outputs)
+            return
+        table = context.embedding
+        if table is None or table.shape[1] != width:
+            raise PartArgumentError("tied", tied, f"false, or a stem with embeddings of {width} channels")
+        if outputs not in (None, len(table)):
+            raise PartArgumentError("outputs", outputs, f"{len(table)}, the number of tied embeddings, or tied: false")
+        self.reset(len(table))
+        self.classifier.register_parameter("weight", table)
+        self._tied = True
 
     def reset(self, outputs: int, like: Tensor | None = None) -> None:
         """Replace the last layer by a fresh one, as for any head; refuse where it is the stem's table."""

@@ -22,7 +22,8 @@ class Past:
         """Keep keys and values of new tokens, (B, K, N, C), and return those of all tokens."""
         if attention not in self._kept:
             batch, heads, _, channels = keys.shape
-            self._kept[attention] = tuple(t.new_empty(batch, heads, self.context, channels) for t in (keys, values))
+            shape = batch, heads, self.context, channels
+            self._kept[attention] = keys.new_empty(shape), values.new_empty(shape)
         end = self.length + keys.shape[2]
         for kept, new in zip(self._kept[attention], (keys, values), strict=True):
             kept[:, :, self.length : end] = new
