@@ -139,7 +139,7 @@ def compare_losses(
     Bytes are counted, as by `fits`; a few steps of each kind are run in turn, and timed.
 
     Args:
-        model: the language model, on the device to time it on. Its weights change.
+        model: the language model, on the device to time it on, where its weights change; on the meta device nothing is timed.
         size: texts in the batch, each as long as the model reads.
         card, report: as for `fits`.
         optimizer: of its parameters.
@@ -162,7 +162,7 @@ def compare_losses(
             methods[name] = count.describe(name, memory, flops / least)
         fixed = memory.weight_bytes + memory.buffer_bytes + memory.gradient_bytes + memory.optimizer_bytes
     clock, seconds = make_clock(ids.device, elapsed=True), defaultdict[str, list[float]](list)
-    for round_ in range(_ROUNDS + 1):  # the first warms up
+    for round_ in range(0 if ids.is_meta else _ROUNDS + 1):  # the first warms up
         for name, (_, mode, step.is_chunked) in zip(methods, ways, strict=True):
             report(f"timing: {name}")
             with _in_mode(step, mode):
@@ -188,7 +188,7 @@ class _LossOfTokens(nn.Module):
         self.model, self.precision, self.is_chunked = model, precision, False
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast(ids.device.type, self.precision, enabled=self.precision is not None):
+        with nullcontext() if self.precision is None else torch.autocast(ids.device.type, self.precision):
             if self.is_chunked:
                 return chunked_loss(self.model.head, self.model.forward_features(ids), labels)
             logits = self.model(ids)

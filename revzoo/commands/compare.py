@@ -17,6 +17,7 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "--card", metavar="SIZE", help="memory of the card, such as 24GB (default: that of the CUDA device, else 24GB)"
     )
+    parser.add_argument("--meta", action="store_true", help="count bytes and FLOPs only: nothing is allocated, run or timed")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
             "Steps of language models are compared, with a number of texts. Received: "
             f"data.name={recipe.data.name}, data.batch_size={recipe.data.batch_size}. Name the recipe lm, and a batch size."
         )
+    if arguments.meta and recipe.train.mixed_precision != "no":
+        raise InputError("Autocast has no meta device. Received: --meta and train.mixed_precision. Leave one of them out.")
     from revzoo.display.console import print_renderable, print_text, show_status
     from revzoo.display.tables.fits import tabulate_fits
 
@@ -43,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         from revzoo.on_card import compare_losses
 
         torch.manual_seed(recipe.train.seed)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "meta" if arguments.meta else "cuda" if torch.cuda.is_available() else "cpu"
         chosen = {"overrides": recipe.model.list_overrides(), "num_outputs": recipe.model.num_outputs}
         model = create(recipe.model.name, device=device, **chosen)
         optimizer = create_optimizer(recipe.optimizer.opt, model)

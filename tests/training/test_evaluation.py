@@ -140,11 +140,13 @@ def test_overrides_without_an_effect(setting, message):
 
 def test_shipped_weights_repeat_their_metric():
     names = ["irevnet_digits", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits"]
-    assert sorted(index.read_index()) == sorted([*names, "revnet_mnist"])
+    assert sorted(index.read_index()) == sorted([*names, "rev_gpt_mini", "revnet_mnist"])
     for name in names:
         scores, entry = evaluate_pretrained(name)
         assert round(scores.metrics["top1"], 2) == entry.metric["top1"]
         assert scores.metrics["top1"] >= 96
+    scores, entry = evaluate_pretrained("rev_gpt_mini", ["data.batch_size=64"])  # of a text that each Python changes a little
+    assert scores.metrics["top1"] == pytest.approx(entry.metric["top1"], abs=2)
 
 
 @torch.no_grad()
