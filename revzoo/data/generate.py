@@ -22,7 +22,10 @@ def generate(
     Args:
         model: the language model; `Model.generate` continues ids.
         prompt: the text.
-        tokens, temperature, top_k, seed: as for `Model.generate`.
+        tokens: how many to write at most.
+        temperature: by which logits are divided before a token is drawn, >= 0; 0: the most probable token is taken.
+        top_k: draw among this many of the most probable tokens, >= 1; None: among all.
+        seed: of the draws; None: another one each time.
     Raises:
         InputError: the model is no causal language model, the prompt has no token, or an argument is out of range.
         DataError: the tokenizer is missing or does not fit the model.

@@ -13,7 +13,16 @@ from revzoo.analysis.resnet import RESNETS, ResNet
 from revzoo.analysis.twin import build_twin
 
 ELSEWHERE = {"pyslowfast"}  # known, and not installable
-SMALL = ["irevnet_300", "rev_bert_base", "rev_mvit_t", "rev_swin_t", "rev_vit_ti", "revnet_38"]  # of each family with twins
+SMALL = [
+    "irevnet_300",
+    "rev_bert_base",
+    "rev_gpt_20m",
+    "rev_llama_1b",
+    "rev_mvit_t",
+    "rev_swin_t",
+    "rev_vit_ti",
+    "revnet_38",
+]  # of each family with twins
 
 
 def parameters(model) -> int:

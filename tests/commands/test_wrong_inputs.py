@@ -199,6 +199,7 @@ def test_typos_are_answered_before_torch_is_imported():
         "fits rev_vit_digit",
         "fits rev_vit_digits --card lots",
         "eval nothing",
+        "generate rev_gpt_minj prompt",
     )
     code = f"import sys, zoo_cli\nfor words in {commands}: print(zoo_cli.main(words.split()), 'torch' in sys.modules, words)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -379,7 +379,7 @@ TEXTS = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9, "hid
             lambda: transformers.BertForQuestionAnswering(transformers.BertConfig(**TEXTS, num_labels=5)),
             "run on the batch itself",
         ),
-        (lambda: transformers.GPT2Model(transformers.GPT2Config(**TEXTS)), "gpt2.* What can"),
+        (lambda: transformers.GPTNeoXModel(transformers.GPTNeoXConfig(**TEXTS)), "gpt_neox.* What can"),
         (lambda: transformers.BertForMultipleChoice(transformers.BertConfig(**TEXTS)), "architectures cannot be converted"),
     ],
     ids=["part", "class", "library", "does not run", "family", "task"],

@@ -18,6 +18,10 @@ from transformers import (
     DistilBertForQuestionAnswering,
     ElectraConfig,
     ElectraForPreTraining,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
     RobertaForTokenClassification,
@@ -58,6 +62,8 @@ ORIGINALS = {
     "Transformers DistilBERT": lambda: DistilBertForQuestionAnswering(
         DistilBertConfig(vocab_size=60, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=40)
     ),
+    "Transformers GPT-2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=40)),
+    "Transformers Llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)),
 }
 
 

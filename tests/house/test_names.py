@@ -29,6 +29,7 @@ PINNED = {
     "lookahead=0, exact=False, device=None, dtype=None, **others)",
     "export": "(folder, out, weights=None)",
     "fits": "(model, batch, card=None, *, optimizer=None, loss=None, vary_length=False, report=None)",
+    "generate": "(model, prompt, *, tokens=200, temperature=0.8, top_k=None, seed=None)",
     "inplace_abn_": "(model, batch=None, *, relu_slope=None)",
     "list_models": "(pattern='*')",
     "load_spec": "(source, overrides=())",
@@ -51,7 +52,7 @@ RUNTIME = {
 }  # fmt: skip
 MODEL_NAMES = {
     "steps", "units", "schedule", "exact", "lookahead", "spec", "num_outputs",
-    "forward", "forward_features", "inverse", "reset_head", "example_input",
+    "forward", "forward_features", "inverse", "reset_head", "example_input", "generate",
     "no_weight_decay", "group_matcher", "set_coupling", "layout", "has_streams",
     "save_pretrained", "from_pretrained", "push_to_hub",
     "num_classes", "num_features", "head_hidden_size", "get_classifier", "reset_classifier", "forward_head",

@@ -17,6 +17,7 @@ TABLE = json.loads((Path(__file__).parents[2] / "docs" / "zoo.json").read_text()
 FAMILIES = {
     "irevnet": ("irevnet_digits", "irevnet_300"),
     "reformer": ("reformer_mini", "reformer_enwik8"),
+    "rev_gpt": ("rev_gpt_mini", "rev_gpt_20m"),  # larger ones keep logits more than anything else
     "rev_bert": ("rev_bert_mini", "rev_bert_large"),
     "rev_mvit": ("rev_mvit_digits", "rev_mvit_h"),
     "rev_roberta": ("rev_roberta_mini", "rev_roberta_large_1024"),
@@ -39,6 +40,8 @@ V2 = [f"block.f.{key}=true" for key in ("pool_query", "relative_position", "resi
 VARIANTS = [
     ("irevnet_digits", ["block.f.dropout=0.2"]),
     ("reformer_mini_full", ["stages.0.depth=2"]),
+    ("rev_llama_1b", ["input={length: 20, vocabulary: 30}", "stem.width=64", "stages=[{depth: 2, width: 64}]"]),
+    ("rev_gpt_20m_midpoint", ["input={length: 20, vocabulary: 30}", "stages.0.depth=2"]),
     ("rev_mvit_digits", ["stages.1.transition.fuse=mean", *V2, "stages.1.transition.relative_position=true"]),
     ("rev_mvit_digits", ["stages.1.transition.fuse=mlp"]),
     ("rev_swin_digits", ["stages.1.transition.fuse=mlp"]),
@@ -60,7 +63,9 @@ def test_gradients_equal_stored_ones(name, overrides, gradients):
 
 
 # The other families have tests of exact gradients in test_model.py and test_text.py.
-@pytest.mark.parametrize("name", ["reformer_mini", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits"])
+@pytest.mark.parametrize(
+    "name", ["reformer_mini", "rev_gpt_mini", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits"]
+)
 def test_exact_gradients_are_bit_identical_in_float32(name, gradients):
     model = revzoo.create(name, exact=True)
     gradients.make_streams_unequal(model)

@@ -113,10 +113,14 @@ class DecoderBlock(nn.Module):
     Shapes: (B, N, D) -> (B, N, D), D divisible by heads; no mask is taken.
     Args:
         heads: number of attention heads.
-        kv_heads, rotary_base, rotary_factor: as for `causal_attention`.
+        kv_heads: heads of keys and values; None: as many.
+        rotary_base: base of rotary positions; None: attention knows no positions.
+        rotary_factor: by how much these are stretched, as for `causal_attention`.
         norm: norm before the attention and before the MLP.
         bias: whether the linear layers have biases.
-        ratio, act, gated: as for `mlp`.
+        ratio: hidden width of the MLP divided by the width.
+        act: activation of the MLP.
+        gated: whether the activation is a factor of a second linear layer, as for `mlp`.
     Source: Gal et al. 2025 (arXiv:2512.02056), equation 2.5.
     """
 

@@ -21,7 +21,7 @@ class MlpBranch(nn.Module):
         act: activation between the two linear layers.
         norm: norm before the MLP.
         layer_scale: whether the result is multiplied by a learned factor per channel, initially 1e-5, as in DeiT III.
-        gated: whether act is applied to a second linear layer, whose result the first one's is multiplied by (`silu`: SwiGLU).
+        gated: whether hidden channels are multiplied by act of a second linear layer, instead of passing through act (SwiGLU).
         bias: whether the linear layers have biases.
     Source: Rev-ViT's G (SlowFast `reversible_mvit.py`, MLPSubblock); gated: Shazeer 2020, as in Llama.
     """
