@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from revzoo.graph import ModulePlan as ModulePlan
     from revzoo.graph import reforward as reforward
     from revzoo.graph import release as release
+    from revzoo.in_place.chunk_loss import chunk_loss_ as chunk_loss_
     from revzoo.in_place.inplace_abn import inplace_abn_ as inplace_abn_
     from revzoo.in_place.reversible import ReversibleReport as ReversibleReport
     from revzoo.in_place.reversible import ordinary_ as ordinary_
@@ -58,6 +59,7 @@ _HOMES = {
     "VerifyReport": "revzoo.analysis.verify",
     "build": "revzoo.model.builder",
     "bytes_per_pixel": "revzoo.analysis.bytes_per_pixel",
+    "chunk_loss_": "revzoo.in_place.chunk_loss",
     "chunked_loss": "revzoo.runtime.chunked_loss",
     "compile_steps": "revzoo.model.compile_steps",
     "convert": "revzoo.conversion.convert",

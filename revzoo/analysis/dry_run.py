@@ -20,6 +20,7 @@ from revzoo.errors import InputError, MissingValueError
 from revzoo.runtime.attributes import Contents
 from revzoo.runtime.complete_gradients import take_gradients
 from revzoo.runtime.forward import processes_communicate
+from revzoo.runtime.lazy_logits import LazyLogits
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.settings import Settings
 from revzoo.sharded import is_sharded
@@ -281,7 +282,7 @@ def linear_loss(outputs: Any) -> Tensor:
     Raises:
         InputError: no output requires a gradient.
     """
-    parts = [_Sum.apply(y) for y in select_differentiable(outputs)]
+    parts = [_Sum.apply(y.make() if isinstance(y, LazyLogits) else y) for y in select_differentiable(outputs)]
     total: Tensor = sum(parts[1:], parts[0])
     return total
 
@@ -289,13 +290,15 @@ def linear_loss(outputs: Any) -> Tensor:
 def select_differentiable(outputs: Any) -> list[Tensor]:
     """Return those tensors of a model's outputs that require a gradient.
 
+    Logits that are not there yet are left out, unless there is nothing else.
+
     Raises:
         InputError: there is none.
     """
     tensors = [y for y in tensors_in(outputs) if y.requires_grad]
     if not tensors:
         raise InputError("No output of the model depends on a parameter that requires a gradient.")
-    return tensors
+    return [y for y in tensors if not isinstance(y, LazyLogits)] or tensors
 
 
 def mark_python_streams() -> Callable[[], None]:

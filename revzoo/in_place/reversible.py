@@ -22,6 +22,7 @@ from revzoo.device import has_float64
 from revzoo.dtype import HALF
 from revzoo.errors import InputError, UnknownNameError, join_names
 from revzoo.in_place.block_lists import choose_chains, find_lists
+from revzoo.in_place.chunk_loss import ChunkedHead, get_chunked_head
 from revzoo.in_place.peaks import Peaks, count_peaks
 from revzoo.in_place.similarity import Similarity, measure_similarity, run_network
 from revzoo.in_place.split import Branches, Split, find_branches
@@ -183,17 +184,20 @@ def reversible_(
 
 
 def ordinary_(model: nn.Module) -> None:
-    """Undo `reversible_`: the network computes and keeps what it did before. Its weights stay as they are now.
+    """Undo `reversible_` and `chunk_loss_`: the network computes and keeps what it did before. Its weights stay.
 
     Args:
-        model: a network that `reversible_` changed.
+        model: a network that one of them changed, or both.
     Raises:
-        InputError: it has no reversible blocks.
+        InputError: it has no reversible blocks, and its loss is not in chunks.
     """
-    steps = [step for module in model.modules() if (step := get_step(module)) is not None]
+    steps: list[BlockStep | ChunkedHead] = []
+    for module in model.modules():
+        steps += [step for step in (get_step(module), get_chunked_head(module)) if step is not None]
     if not steps:
         raise InputError(
-            f"No block of this {type(model).__name__} was made reversible by reversible_, so nothing can be undone."
+            f"No block of this {type(model).__name__} was made reversible by reversible_, nor was its loss changed by "
+            "chunk_loss_, so nothing can be undone."
         )
     try:
         for step in steps:

@@ -20,6 +20,7 @@ CLASSES = {
 PINNED = {
     "build": "(spec)",
     "bytes_per_pixel": "(model, batch=None, *, loss=None)",
+    "chunk_loss_": "(model, head=None, *, batch=None, loss=None, chunk=None)",
     "chunked_loss": "(head, hidden, labels, *, loss=None, reduction='mean', ignore_index=-100, label_smoothing=0.0, "
     "z_loss=0.0, chunk=None)",
     "compile_steps": "(model, **options)",

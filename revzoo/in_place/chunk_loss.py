@@ -1,0 +1,174 @@
+"""The loss of a language model in chunks, while its own code goes on calling its head and its loss function.
+
+In training the head returns `LazyLogits`. Class, parameters, state-dict keys and configuration stay; in eval mode, without
+gradients and in compiled code the head returns its logits as before.
+"""
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.analysis.dry_run import LossFunction, call, compute_loss, in_mode, isolated
+from revzoo.dtype import HALF
+from revzoo.errors import ConversionError, InputError, UnknownNameError
+from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
+from revzoo.runtime.lazy_logits import LazyLogits, WholeLogitsWarning
+from revzoo.runtime.ownership import ModuleReference
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of loss and gradients, relative; 0.05 in half precision
+
+
+def chunk_loss_(
+    model: nn.Module, head: str | None = None, *, batch: Any = None, loss: LossFunction | None = None, chunk: int | None = None
+) -> None:
+    """Let a language model compute the cross-entropy of its logits in chunks of tokens, in place: `chunked_loss`.
+
+    The network's own code goes on calling its head and its loss. In training, the head returns logits that are not there yet:
+    shifts, views, scales and soft caps are recorded, and `cross_entropy` runs head and loss in chunks. Whatever else is done
+    to them gets the whole logits, with a warning that names it. `generate` and evaluation are as before. Call it after peft
+    has wrapped the head; undo it with `ordinary_`.
+
+    Args:
+        model: a language model of Transformers (causal, masked, sequence-to-sequence), of the zoo, or any with a named head.
+        head: path of the module that returns the logits. None: what `get_output_embeddings` returns, or "head".
+        batch: a mapping of keyword arguments, or positional ones. With one, loss and gradients are compared with the ordinary
+            ones.
+        loss: computes the loss from what the model returns. None: its `loss`.
+        chunk: tokens at a time; None: at most 256 MiB, see `chunked_loss`.
+    Raises:
+        UnknownNameError: no module of this path. InputError: no head, or one whose loss is in chunks already.
+        ConversionError: the batch gives another loss or gradient, or the network does something else with its logits, which is
+            named. The network is then as it was.
+    Cost: as `chunked_loss`.
+    """
+    module = _find_head(model, head)
+    if get_chunked_head(module) is not None:
+        raise InputError(f"The loss of this {type(model).__name__} is in chunks already. Received: chunk_loss_ again.")
+    chunked = ChunkedHead(module, chunk)
+    if batch is None:
+        chunked.install()
+        return
+    loss = loss or _get_loss
+    expected = _differentiate(model, batch, loss)
+    chunked.install()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", WholeLogitsWarning)
+            received = _differentiate(model, batch, loss)
+        if not chunked.calls:
+            raise ConversionError(
+                f"{type(module).__name__} is not called on this batch. Name the head: chunk_loss_(model, PATH)."
+            )
+        _compare(expected, received)
+    except WholeLogitsWarning as warning:
+        chunked.remove()
+        raise ConversionError(f"{type(model).__name__} does something else with its logits. {warning}") from warning
+    except BaseException:
+        chunked.remove()
+        raise
+
+
+class ChunkedHead:
+    """Stands in place of a head's `forward`."""
+
+    def __init__(self, module: nn.Module, chunk: int | None):
+        self._module, self._chunk = ModuleReference(module), chunk
+        self._own_forward: Callable[..., Tensor] | None = module.__dict__.get("forward")
+        self.calls = 0
+
+    def install(self) -> None:
+        """Stand in place of the head's `forward`."""
+        self.module.__dict__["forward"] = self.call
+
+    def remove(self) -> None:
+        """Give the head its own `forward` back."""
+        if self._own_forward is None:
+            self.module.__dict__.pop("forward", None)
+        else:
+            self.module.__dict__["forward"] = self._own_forward
+
+    @property
+    def module(self) -> nn.Module:
+        """The head."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    @exclude_from_compilation
+    def call(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return logits: lazy ones in training."""
+        module = self.module
+        run = self._own_forward or type(module).forward.__get__(module)
+        others = [a for a in (*args, *kwargs.values()) if a is not None]
+        is_trained = hidden.requires_grad or any(p.requires_grad for p in module.parameters())
+        if others or not (module.training and torch.is_grad_enabled() and is_trained) or hidden.dim() < 2 or is_exporting():
+            logits: Tensor = run(hidden, *args, **kwargs)
+            return logits
+        self.calls += 1
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+        def compute(x: Tensor) -> Tensor:  # also where the loss is computed outside of the network's autocast
+            with nullcontext() if dtype is None else torch.autocast(device, dtype):
+                out: Tensor = run(x)
+            return out
+
+        # No token has no FLOPs. With its graph: autocast keeps its casts of weights, and those without one would freeze them.
+        sample = compute(hidden.flatten(0, -2)[:0])
+        return LazyLogits(compute, hidden, sample, module, self._chunk)
+
+
+def get_chunked_head(module: nn.Module) -> ChunkedHead | None:
+    """Return what stands in place of a head's `forward`, if something does."""
+    chunked = getattr(module.__dict__.get("forward"), "__self__", None)
+    return chunked if isinstance(chunked, ChunkedHead) else None
+
+
+def _find_head(model: nn.Module, path: str | None) -> nn.Module:
+    modules = dict(model.named_modules())
+    if path is not None and path not in modules:
+        raise UnknownNameError("module", path, modules)
+    find = getattr(model, "get_output_embeddings", None)
+    head = modules[path] if path is not None else find() if callable(find) else modules.get("head")
+    if not isinstance(head, nn.Module):
+        raise InputError(
+            f"The head of a {type(model).__name__} is not known. Received: none. Name it: chunk_loss_(model, 'lm_head')."
+        )
+    return head
+
+
+def _get_loss(outputs: Any) -> Tensor:
+    loss = getattr(outputs, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise InputError(
+            f"What the model returns has a loss. Received: {type(outputs).__name__} without one. Put labels into the batch, or "
+            "give loss=, a function of what the model returns."
+        )
+    return loss
+
+
+def _differentiate(model: nn.Module, batch: Any, loss: LossFunction) -> list[tuple[str, Tensor]]:
+    """Return the loss of a training step and the gradients of parameters, with their names."""
+    with isolated(model, batch) as inputs, in_mode(model, training=True):
+        total = compute_loss(loss, call(model, inputs))
+        total.backward()
+        gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    return [("the loss", total.detach()), *gradients]
+
+
+def _compare(expected: list[tuple[str, Tensor]], received: list[tuple[str, Tensor]]) -> None:
+    if [name for name, _ in expected] != [name for name, _ in received]:
+        raise ConversionError("Other parameters have gradients with the loss in chunks.")
+    largest = max(float(gradient.norm()) for _, gradient in expected[1:])
+    for (name, ordinary), (_, chunked) in zip(expected, received, strict=True):
+        tolerance = 0.05 if any(p.dtype in HALF for _, p in expected) else _TOLERANCE[ordinary.dtype]
+        scale, distance = float(ordinary.norm()), float((chunked - ordinary).norm())
+        if not distance <= tolerance * max(scale, largest / 1000):  # some gradients are zero but for rounding
+            raise ConversionError(
+                f"{name} differs with the loss in chunks: by {distance:.3g} of {scale:.3g}. Does the head draw random numbers, "
+                "or mix tokens? Then its loss cannot be in chunks; revzoo.chunked_loss takes any function of each token."
+            )
