@@ -3,7 +3,7 @@
 import argparse
 
 from revzoo.commands.model_options import create_optimizer
-from revzoo.commands.parser import Parser, split_overrides
+from revzoo.commands.parser import Parser, declare_import, split_overrides
 from revzoo.errors import InputError
 from revzoo.planning.card import parse_card
 
@@ -13,6 +13,7 @@ SUMMARY = "Compare memory and speed of a language model's training steps."
 def declare(parser: Parser) -> None:
     """Add the arguments of `revzoo compare`."""
     parser.epilog = "Bytes are counted, as by revzoo fits; a few steps of the recipe's batch run for the tokens per second."
+    declare_import(parser)
     parser.add_argument("recipe", nargs="*", help="a recipe of data.name=causal_lm (default: lm), and overrides")
     parser.add_argument(
         "--card", metavar="SIZE", help="memory of the card, such as 24GB (default: that of the CUDA device, else 24GB)"
@@ -47,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         torch.manual_seed(recipe.train.seed)
         device = "meta" if arguments.meta else "cuda" if torch.cuda.is_available() else "cpu"
-        chosen = {"overrides": recipe.model.list_overrides(), "num_outputs": recipe.model.num_outputs}
-        model = create(recipe.model.name, device=device, **chosen)
+        chosen = recipe.model
+        model = create(chosen.name, overrides=chosen.list_overrides(), num_outputs=chosen.num_outputs, device=device)
         optimizer = create_optimizer(recipe.optimizer.opt, model)
         precision = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.train.mixed_precision]
         assert optimizer is not None
