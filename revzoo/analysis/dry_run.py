@@ -282,7 +282,7 @@ def linear_loss(outputs: Any) -> Tensor:
     Raises:
         InputError: no output requires a gradient.
     """
-    parts = [_Sum.apply(y.make() if isinstance(y, LazyLogits) else y) for y in select_differentiable(outputs)]
+    parts = [_Sum.apply(y) for y in select_differentiable(outputs)]
     total: Tensor = sum(parts[1:], parts[0])
     return total
 
@@ -290,7 +290,7 @@ def linear_loss(outputs: Any) -> Tensor:
 def select_differentiable(outputs: Any) -> list[Tensor]:
     """Return those tensors of a model's outputs that require a gradient.
 
-    Logits that are not there yet are left out, unless there is nothing else.
+    Logits that are not there yet are left out; where there is nothing else, they are made.
 
     Raises:
         InputError: there is none.
@@ -298,7 +298,7 @@ def select_differentiable(outputs: Any) -> list[Tensor]:
     tensors = [y for y in tensors_in(outputs) if y.requires_grad]
     if not tensors:
         raise InputError("No output of the model depends on a parameter that requires a gradient.")
-    return [y for y in tensors if not isinstance(y, LazyLogits)] or tensors
+    return [y for y in tensors if not isinstance(y, LazyLogits)] or [y.make() for y in tensors if isinstance(y, LazyLogits)]
 
 
 def mark_python_streams() -> Callable[[], None]:

@@ -125,12 +125,17 @@ class _Tokens:
             self._chunk = _choose_chunk(width)
 
     def __iter__(self) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
+        place: slice | Tensor
         count, begin = len(self._targets if self._kept is None else self._kept), 0
         while begin < count or begin == 0:
-            end = begin + self._chunk
-            place = slice(begin, min(end, count)) if self._kept is None else self._kept[begin:end]
-            yield place, self._rows[place], self._targets[place]
-            begin = end
+            size = min(self._chunk, count - begin)
+            if self._kept is None:  # labels are copied: with a view, `LiveBytes` would count all of them again
+                place = slice(begin, begin + size)
+                yield place, self._rows[place], self._targets.narrow_copy(0, begin, size)
+            else:
+                place = self._kept[begin : begin + size]
+                yield place, self._rows[place], self._targets[place]
+            begin += max(size, 1)
 
 
 def _choose_chunk(width: int) -> int:
@@ -243,7 +248,12 @@ def _require(head: Any, hidden: Tensor, labels: Tensor, reduction: str, chunk: A
         raise InputError(f"reduction is 'mean', 'sum' or 'none'. Received: {reduction!r}.")
     if chunk is not None and not (type(chunk) is int and chunk >= 1):
         raise InputError(f"chunk is a number of tokens, an integer >= 1. Received: {chunk!r}.")
-    if is_sharded(hidden, *(head.parameters() if isinstance(head, nn.Module) else ())):
+    require_undivided(hidden, *(head.parameters() if isinstance(head, nn.Module) else ()))
+
+
+def require_undivided(*tensors: Tensor) -> None:
+    """Raise InputError if processes divide one of the tensors of a head and its input."""
+    if is_sharded(*tensors):
         raise InputError(
             "A head that processes divide cannot run in chunks: each would gather it anew. Received: parameters that are "
             "shards (DTensor). Leave the head to fully_shard of the whole model, and call chunked_loss in its forward."

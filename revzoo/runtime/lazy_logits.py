@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 
 from revzoo.errors import InputError
-from revzoo.runtime.chunked_loss import chunked_loss
+from revzoo.runtime.chunked_loss import chunked_loss, require_undivided
 from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.nested import map_tensors, tensors_in
 
@@ -74,10 +74,16 @@ class LazyLogits(Tensor):
         self._versions = _count_changes(module)
         return self
 
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden states."""
+        return self._lazy[1]
+
     def make(self) -> Tensor:
         """Return the whole logits, with their graph. Raises InputError if the head has changed since it was called."""
         head, hidden, _, module, _, is_turned = self._lazy
         if self._made is None:
+            require_undivided(*module.parameters())
             if _count_changes(module) != self._versions:
                 raise InputError(
                     "These logits were never made: chunk_loss_ computes their loss in chunks. Received: a request for them "
@@ -128,11 +134,14 @@ class _Unmade(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, make: Callable[[], LazyLogits]) -> LazyLogits:
+        ctx.set_materialize_grads(False)
         return make()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise _refuse("an autograd.Function")
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is not None:  # DDP hands on those of what has none
+            raise _refuse("an autograd.Function")
+        return None, None
 
 
 def _refuse(what: str) -> InputError:
@@ -168,10 +177,11 @@ def _compute_loss(
     """Return the cross-entropy in chunks; None where it is another one: with weights of classes, or of probabilities."""
     if unknown or not isinstance(logits, LazyLogits) or not isinstance(target, Tensor) or target.is_floating_point():
         return None
-    head, hidden, _, _, chunk, is_turned = logits._lazy
+    head, hidden, _, module, chunk, is_turned = logits._lazy
     is_plain = weight is None and size_average is None and reduce is None and (is_turned or logits.dim() == 2)
     if not is_plain or target.shape != hidden.shape[:-1]:
         return None
+    require_undivided(*module.parameters())  # after its forward, fully_shard has divided a head that is a unit of its own
     options: Any = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing, "chunk": chunk}
     return chunked_loss(head, hidden, target, **options)
 

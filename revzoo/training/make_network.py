@@ -18,7 +18,6 @@ from revzoo.checkpoint.slices import get_own_part
 from revzoo.data.base import Data
 from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import InputError, SpecError, join_names
-from revzoo.in_place.chunk_loss import chunk_loss_
 from revzoo.model.create import build_for_weights, create
 from revzoo.model.model import Model
 from revzoo.registry import heads
@@ -67,8 +66,6 @@ def make_network(
         model = create(**arguments)
         notes = _renew_head(model, options, spec, is_open, data)
         _freeze(model, recipe)
-        if recipe.data.name == "causal_lm" and not recipe.train.cuda_graph:
-            chunk_loss_(model)
         # A copy of the bare model: a copy of the one that Accelerate prepares would run the original's weights.
         ema = None if recipe.ema is None else _average(model, recipe.ema, divided=False).to(device)
     else:

@@ -15,6 +15,7 @@ from revzoo.data.options import TextOptions
 from revzoo.data.random import reseed
 from revzoo.display.progress import TrainingDisplay
 from revzoo.errors import InputError, join_names
+from revzoo.in_place.chunk_loss import chunk_loss_
 from revzoo.model.model import Model
 from revzoo.spec.edit import with_coupling
 from revzoo.spec.names import BYTES, TOKENIZER
@@ -91,6 +92,8 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
     origin = Origin.of(recipe, spec if resumed else model.spec, data, whole_batch)
     require_same(origin, Origin.list_changes)
 
+    if data.num_classes is None and mesh is None and not options.cuda_graph:  # a graph of a device cannot count labels
+        chunk_loss_(model)
     optimizer = make_recipe_optimizer(recipe, model)
     _require_fit(recipe, model, accelerator)
     wrapped = model if mesh is not None else accelerator.prepare_model(model)

@@ -28,7 +28,7 @@ NOT_RUN = (
 )
 # They train and plan, as tests of these packages do with less.
 LONG = {
-    *("README.md", "convert.md", "distributed.md", "fits.md", "language.md", "planning.md", "start.md", "sweeps.md"),
+    *("README.md", "convert.md", "distributed.md", "fits.md", "gpt.md", "planning.md", "start.md", "sweeps.md"),
     "training.md",
 }
 # Typed in tests/walks, where somebody looks at what is printed: the README's commands, and these sections.

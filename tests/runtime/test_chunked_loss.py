@@ -201,6 +201,22 @@ def test_counted_without_values_and_called_from_compiled_code():
     assert_close(differentiate(lambda: compiled(hidden), hidden, head.weight), expected, 1e-12)
 
 
+def test_llama_8b_at_32k_tokens_takes_a_chunk_and_a_gradient():
+    """Counted: 47 GiB of the ordinary loss, of which formulas count 10 bytes for each logit, become 0.6."""
+    tokens, width, vocabulary = 32768, 4096, 128256
+    peaks = []
+    for compute in (revzoo.chunked_loss, lambda head, x, y: F.cross_entropy(head(x).float(), y)):
+        with FakeTensorMode(), LiveBytes() as live:
+            head = nn.Linear(width, vocabulary, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+            hidden = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+            labels = torch.zeros(tokens, dtype=torch.long)
+            given = live.watch([head.weight, hidden, labels])
+            compute(head, hidden, labels).backward()
+        peaks.append(live.peak(without=given))
+    assert peaks[0] < 2 * tokens * width + 1.6 * 256 * 2**20
+    assert peaks[1] > 10 * tokens * vocabulary
+
+
 def test_refusals():
     head, hidden, labels = make()
     with pytest.raises(InputError, match=r"Received: \(3, 40, 16\) and \(3, 39\). Shift both"):

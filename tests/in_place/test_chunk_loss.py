@@ -1,0 +1,241 @@
+"""`chunk_loss_`: other people's models compute their loss in chunks, with their own code."""
+
+import copy
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import revzoo
+from revzoo.errors import ConversionError, InputError, UnknownNameError
+from revzoo.runtime import LiveBytes
+from revzoo.runtime.lazy_logits import LazyLogits, WholeLogitsWarning
+
+VOCABULARY = 503
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+BART = {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in (("layers", 1), ("attention_heads", 2))}
+NETWORKS = {
+    "Llama": ("LlamaForCausalLM", {**SMALL, "num_key_value_heads": 1}),
+    "Gemma2": ("Gemma2ForCausalLM", {**SMALL, "num_key_value_heads": 1, "head_dim": 8}),  # a soft cap
+    "Cohere": ("CohereForCausalLM", {**SMALL, "num_key_value_heads": 1}),  # a scale
+    "GPT2": ("GPT2LMHeadModel", {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 2}),  # a tied head
+    "Bert": ("BertForMaskedLM", SMALL),  # a transform before the head
+    "T5": (
+        "T5ForConditionalGeneration",
+        {"vocab_size": VOCABULARY, "d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2},
+    ),
+    "Bart": ("BartForConditionalGeneration", {"vocab_size": VOCABULARY, "d_model": 16, **BART}),  # a bias outside of the head
+}
+
+
+def make(name="Llama", tokens=24):
+    kind, settings = NETWORKS[name]
+    kind = getattr(transformers, kind)
+    config = kind.config_class(**settings, decoder_start_token_id=0) if name == "T5" else kind.config_class(**settings)
+    ids = torch.randint(3, VOCABULARY, (2, tokens))
+    return kind(config).train(), {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)}
+
+
+def differentiate(model, batch, **arguments):
+    torch.manual_seed(1)  # of dropout
+    model.zero_grad()
+    loss = model(**batch, **arguments).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_loss_and_gradients_are_the_ordinary_ones(name):
+    model, batch = make(name)
+    model.double()
+    keys, expected = list(model.state_dict()), differentiate(model, batch)
+    revzoo.chunk_loss_(model, batch=batch, chunk=5)
+    head, calls = model.get_output_embeddings(), []
+    assert isinstance(model(**batch).logits, LazyLogits)
+    run = type(head).forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(head), "forward", lambda self, x: (self is head and calls.append(len(x)), run(self, x))[1])
+        received = differentiate(model, batch)
+    for a, b in zip(received, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)  # Transformers computes the ordinary loss in float32
+    assert max(calls) == 5
+    assert list(model.state_dict()) == keys
+
+
+def test_the_logits_never_exist_and_reversible_blocks_save_what_they_promise():
+    model, batch = make(tokens=64)
+    head_bytes, logits_bytes = 4 * VOCABULARY * 16, 4 * VOCABULARY * 128
+
+    def measure():
+        with LiveBytes() as live:
+            given = live.watch(list(model.parameters()))
+            differentiate(model, batch)
+        return live.peak(without=given)
+
+    ordinary = measure()
+    revzoo.chunk_loss_(model, chunk=8)
+    stored = measure()
+    assert ordinary - stored > 1.9 * logits_bytes
+    revzoo.reversible_(model)
+    assert measure() < stored
+    counted = revzoo.measure_memory(model, batch, loss=lambda outputs: outputs.loss)
+    assert counted.activation_bytes < stored + head_bytes
+    plan = revzoo.plan(model, batch, 2**24, loss=lambda outputs: outputs.loss)
+    assert plan.peak_bytes < ordinary + sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler, between two graphs
+def test_a_plan_of_the_graph_counts_it_and_compiled_code_computes_it():
+    model, batch = make(tokens=64)
+    expected, peaks = differentiate(model, batch), []
+    for change in (lambda _: None, lambda model: revzoo.chunk_loss_(model, chunk=8)):
+        change(model)
+        peaks.append(revzoo.plan(model, batch, 2**26, loss=lambda outputs: outputs.loss).no_recompute_peak_bytes)
+    assert peaks[0] - peaks[1] > 1.9 * 4 * VOCABULARY * 128
+    model.compile(backend="eager")
+    for a, b in zip(differentiate(model, batch), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_the_trainers_count_autocast_and_lora_on_the_head():
+    peft = pytest.importorskip("peft")
+    model, batch = make()
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    count = (batch["labels"][:, 1:] != -100).sum() * 3
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            return differentiate(model, batch, num_items_in_batch=count)
+
+    expected = run()
+    revzoo.chunk_loss_(model, chunk=5)
+    received = run()
+    assert len(received) == 3
+    for a, b in zip(received, expected, strict=True):
+        assert (a - b).norm() < 0.02 * b.norm()
+
+
+def test_evaluation_generate_copies_and_ordinary():
+    model, batch = make()
+    revzoo.chunk_loss_(model)
+    assert type(model.eval()(**batch).logits) is torch.Tensor
+    assert model.train().generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape == (2, 26)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(other(**batch).logits, LazyLogits)
+        other.lm_head.weight.data.zero_()  # the copy calls its own head
+        assert other(**batch).loss.item() == pytest.approx(math.log(VOCABULARY))
+    with pytest.raises(InputError, match="already"):
+        revzoo.chunk_loss_(model)
+    revzoo.ordinary_(model)
+    assert type(model(**batch).logits) is torch.Tensor
+    assert "forward" not in model.lm_head.__dict__
+
+
+class Small(nn.Module):
+    """A network of one's own, and what it does with its logits."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.embed, self.head, self.loss = nn.Embedding(50, 8), nn.Linear(8, 50), loss
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, ids):
+        return self.loss(self, self.head(self.embed(ids)), ids)
+
+
+def shift(model, logits, ids):
+    return F.cross_entropy(logits[:, :-1].to(torch.float64).reshape(-1, 50), ids[:, 1:].flatten())
+
+
+RECORDED = {
+    "shift": shift,
+    "transpose": lambda _, x, ids: F.cross_entropy(x.transpose(1, 2), ids),
+    "mask": lambda _, x, ids: F.cross_entropy(x[ids > 9, :], ids[ids > 9], label_smoothing=0.1),
+    "scale": lambda model, x, ids: F.cross_entropy((2 - x * model.scale / 3).flatten(0, 1), ids.flatten(), reduction="sum"),
+    "two losses": lambda model, x, ids: shift(model, x, ids) + shift(model, torch.tanh(x), ids.flip(1)),
+    "none": lambda _, x, ids: (F.cross_entropy(x.view(-1, 50), ids.flatten(), reduction="none") * torch.arange(24)).sum(),
+}
+WHOLE = {
+    "log_softmax": lambda _, x, ids: -x.log_softmax(-1).gather(-1, ids[..., None]).mean(),
+    "logsumexp": lambda model, x, ids: shift(model, x, ids) + x.logsumexp(-1).mean(),
+    "__getitem__": lambda model, x, ids: shift(model, x, ids) + x[..., :3].mean(),
+    "mul": lambda model, x, ids: shift(model, x * x, ids),
+    "add": lambda model, x, ids: shift(model, x + torch.ones(2, 12, 1), ids),
+    "mul_": lambda model, x, ids: (x.mul_(2), shift(model, x, ids))[1],
+    "cross_entropy": lambda _, x, ids: F.cross_entropy(x.view(-1, 50), ids.flatten(), torch.rand(50, dtype=x.dtype)),
+}
+
+
+@pytest.mark.parametrize("what", [*RECORDED, *WHOLE])
+def test_what_a_network_does_to_its_logits(what):
+    """It is recorded, or the whole logits are made with a warning that names it; gradients are the ordinary ones."""
+    model, ids = Small({**RECORDED, **WHOLE}[what]).double(), torch.randint(0, 50, (2, 12))
+
+    def run():
+        torch.manual_seed(1)
+        model.zero_grad()
+        loss = model(ids)
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    expected = run()
+    if what in RECORDED:
+        revzoo.chunk_loss_(model, batch=ids, loss=lambda loss: loss, chunk=5)
+        received = run()
+    else:
+        with pytest.raises(ConversionError, match=rf"something else with its logits.*{what}"):
+            revzoo.chunk_loss_(model, batch=ids, loss=lambda loss: loss)
+        revzoo.chunk_loss_(model)
+        with pytest.warns(WholeLogitsWarning, match=what):
+            received = run()
+    for a, b in zip(received, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_nothing_is_lost_in_silence():
+    """Where nobody can record it: an autograd.Function, and logits that are asked for after the weights have changed."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum() * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.expand(2, 12, 50) * 2
+
+    model, ids = Small(lambda _, x, ids: (x, shift(_, x, ids))), torch.randint(0, 50, (2, 12))
+    revzoo.chunk_loss_(model)
+    logits, loss = model(ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        doubled = Double.apply(logits)
+    with pytest.raises(InputError, match=r"an autograd\.Function"):
+        (loss + doubled).backward()
+    logits, loss = model(ids)
+    loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    with pytest.raises(InputError, match="after the weights have changed"), pytest.warns(WholeLogitsWarning):
+        logits.argmax(-1)
+
+
+def test_refusals():
+    model, batch = make()
+    with pytest.raises(UnknownNameError, match="'lm_heat'. Did you mean 'lm_head'"):
+        revzoo.chunk_loss_(model, "lm_heat")
+    with pytest.raises(InputError, match="Name it"):
+        revzoo.chunk_loss_(nn.Linear(3, 3))
+    with pytest.raises(InputError, match="Put labels into the batch"):
+        revzoo.chunk_loss_(model, batch=batch["input_ids"])
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0].roll(1, 0),))  # outside of what is in chunks
+    model.lm_head.forward = lambda x: F.linear(x.cumsum(0), model.lm_head.weight)
+    with pytest.raises(ConversionError, match="mix tokens"):
+        revzoo.chunk_loss_(model, batch=batch, chunk=5)
+    assert not isinstance(model(**batch).logits, LazyLogits)
