@@ -75,6 +75,19 @@ def test_exact_gradients_are_bit_identical_in_float32(name, gradients):
         assert gradients.differing(gradients.compute(model, schedule, batch), expected) == []
 
 
+@pytest.mark.parametrize("name", ["rev_gpt_mini", "rev_gpt_20m_midpoint"])
+@pytest.mark.parametrize(
+    "coupling", ["midpoint", "leapfrog", "{type: momentum, gain: 1.0, kept_bits: 8}", "{type: dual_residual, kept_bits: 1}"]
+)
+def test_a_gpt_is_inverted_to_the_bit_with_every_coupling(name, coupling, gradients):
+    small = ["input.length=12", "input.vocabulary=20", "stages.0.depth=2", f"block.coupling={coupling}"]
+    model = revzoo.create(name, overrides=small, exact="kept_bits" not in coupling)
+    batch = model.example_input(2)
+    expected = gradients.compute(model, "store", batch)
+    assert all(g.abs().sum() > 0 for g in expected.values()), "every parameter takes part"
+    assert gradients.differing(gradients.compute(model, "invert", batch), expected) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_largest_member_needs_less_than_a_quarter_of_stored_activations(family, capsys):

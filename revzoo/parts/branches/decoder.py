@@ -78,6 +78,7 @@ class CausalAttention(nn.Module):
             q, k = _turn(q, *turns), _turn(k, *turns)
         if past is not None:
             k, v = past.extend(self, k, v)
+        # Not every kernel groups queries (enable_gqa), and without one all N x N weights would exist.
         k, v = (t.repeat_interleave(self._heads[0] // self._heads[1], 1) if t.shape[1] < q.shape[1] else t for t in (k, v))
         # Tokens that come after others come one by one, and attend to all of them.
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1)
