@@ -42,7 +42,7 @@ import zoo_cli
 from revzoo.training.planned_step import WholeStep
 from revzoo.training.run_folder import RunFolder
 
-_MEASURED = {"seconds", "images_per_second", "texts_per_second", "memory_bytes"}  # different in every run
+_MEASURED = {"seconds", "images_per_second", "texts_per_second", "bytes_per_second", "memory_bytes"}  # different in every run
 _SMALL = ["train.epochs=3", "train.save_every=1"]
 RECIPES = {
     "digits": ["data.batch_size=360", "model.overrides=[stages.0.depth=2]"],

@@ -1,6 +1,6 @@
 """Format bytes, FLOPs, counts, seconds, shapes, dtypes and losses for people to read."""
 
-from math import inf, log
+from math import exp, inf, log
 
 BYTE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -61,9 +61,12 @@ def format_dtype(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def format_bits(loss: float, label_noun: str, prefix: str) -> str:
-    """Return a loss in nats as bits, such as "1.234 bits per byte", after `prefix`; empty for labels of images and texts."""
-    return f"{prefix}{loss / log(2):.3f} bits per {label_noun[:-1]}" if label_noun in ("tokens", "bytes") else ""
+def format_loss(loss: float, label_noun: str) -> str:
+    """Return a loss in nats; that of a language model also as perplexity, and of bytes in bits, to compare tokenizers."""
+    words = f"{loss:.4f}"
+    if label_noun in ("tokens", "bytes"):
+        words += f", perplexity {exp(min(loss, 700)):.4g}"
+    return f"{words}, {loss / log(2):.3f} bits per byte" if label_noun == "bytes" else words
 
 
 def choose_byte_unit(size: float) -> tuple[str, int]:

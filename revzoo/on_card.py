@@ -8,6 +8,7 @@ evenly, and at most as its square.
 
 import sys
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -30,11 +31,14 @@ from revzoo.in_place.block_lists import choose_chains, find_lists
 from revzoo.in_place.peaks import checkpoint_block
 from revzoo.in_place.reversible import ordinary_, reversible_
 from revzoo.in_place.survey import watched_calls
+from revzoo.model.model import Model
 from revzoo.planning.card import Fits, Method, parse_card
 from revzoo.planning.fit import find_largest
 from revzoo.planning.planner import solve
+from revzoo.planning.profiling.clock import find_median, make_clock
 from revzoo.planning.profiling.hooks import PlannableModel
 from revzoo.planning.profiling.profile import profile
+from revzoo.runtime.chunked_loss import chunked_loss
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import map_tensors, tensors_in
@@ -42,6 +46,8 @@ from revzoo.runtime.nested import map_tensors, tensors_in
 _MOST = 2**20  # examples or tokens
 _REVERSIBLE: dict[str, dict[str, Any]] = {"reversible": {}, "random signs": {"kept_bits": 1, "sign": "random"}}
 _USUAL_CARD = 24 * 10**9  # RTX 3090 and 4090, L4, A10
+_ROUNDS = 3  # of timed steps
+_COMPARED = {"stored": Mode.STORE, "checkpointed": Mode.RECOMPUTE, "reversible": Mode.INVERT}
 _PLENTY = 2**60  # a budget that everything fits
 _LONGEST_PROBLEM = 240  # characters
 # How timm, Transformers and older versions of Transformers call it.
@@ -120,6 +126,76 @@ def fits(
             change = partial(make_blocks_reversible, **options)
             methods.append(_try(name, partial(count.count_with, name, change, flops)))
     return replace(answer, fixed_bytes=fixed, methods=tuple(methods))
+
+
+def compare_losses(
+    model: Model,
+    size: int,
+    card: str | int | None = None,
+    *,
+    optimizer: torch.optim.Optimizer,
+    precision: torch.dtype | None = None,
+    report: Report | None = None,
+) -> tuple[Fits, dict[str, float]]:
+    """Return what a step of a language model takes stored, checkpointed and reversible, with its whole loss and a chunked one.
+
+    Bytes are counted, as by `fits`; a few steps of each kind are run in turn, and timed.
+
+    Args:
+        model: the language model, on the device to time it on, where its weights change; on the meta device nothing is timed.
+        size: texts in the batch, each as long as the model reads.
+        card, report: as for `fits`.
+        optimizer: of its parameters.
+        precision: of autocast; None is without.
+    Returns: the counts; tokens per second of each method by its name, medians.
+    """
+    report = report or keep_silent
+    step, ids = _LossOfTokens(model, precision), model.example_input(size)
+    answer = Fits(model.spec.name, size, "batch", _read_card() if card is None else parse_card(card), 0, ())
+    taken, batch = count_optimizer(step, optimizer), (ids, ids.roll(-1, 1))
+    count = _Count(step, batch, 0, size, _MOST, answer.limit_bytes, optimizer, taken, lambda loss: loss)
+    ways = [(name, mode, chunked) for name, mode in _COMPARED.items() for chunked in (False, True)]
+    methods, least, fixed = dict[str, Method](), 0, 0
+    for name, mode, step.is_chunked in ways:
+        name += ", chunked loss" * step.is_chunked
+        report(f"counting: {name}")
+        with _in_mode(step, mode):
+            memory, flops = count.run(size)
+            least = least or flops
+            methods[name] = count.describe(name, memory, flops / least)
+        fixed = memory.weight_bytes + memory.buffer_bytes + memory.gradient_bytes + memory.optimizer_bytes
+    clock, seconds = make_clock(ids.device, elapsed=True), defaultdict[str, list[float]](list)
+    for round_ in range(0 if ids.is_meta else _ROUNDS + 1):  # the first warms up
+        for name, (_, mode, step.is_chunked) in zip(methods, ways, strict=True):
+            report(f"timing: {name}")
+            with _in_mode(step, mode):
+                begin = clock.mark()
+                step(*batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                end = clock.mark()
+            if round_:
+                seconds[name].append(clock.measure(begin, end))
+    rates = {name: ids.numel() / find_median(samples).seconds for name, samples in seconds.items()}
+    return replace(answer, fixed_bytes=fixed, methods=tuple(methods.values())), rates
+
+
+class _LossOfTokens(nn.Module):
+    """A language model and its loss in one, since a chunked loss takes the place of the head.
+
+    Shapes: ids and labels (B, N); returns a number.
+    """
+
+    def __init__(self, model: Model, precision: torch.dtype | None):
+        super().__init__()
+        self.model, self.precision, self.is_chunked = model, precision, False
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        with nullcontext() if self.precision is None else torch.autocast(ids.device.type, self.precision):
+            if self.is_chunked:
+                return chunked_loss(self.model.head, self.model.forward_features(ids), labels)
+            logits = self.model(ids)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class Examples(Dataset[tuple[Tensor, Any]], ABC):
         is_held_out: whether these were split off the training examples by position, so that adding examples moves some from
             one side to the other.
         epoch: number of the epoch, from 0.
+        length: number of ids in each example, where all of them are to be predicted; None for other data.
     """
 
     label_noun: str
@@ -53,6 +54,7 @@ class Examples(Dataset[tuple[Tensor, Any]], ABC):
     data_config: Mapping[str, Any] = MappingProxyType({})
     is_held_out: bool = False
     epoch: int = 0
+    length: int | None = None
 
     @property
     def num_classes(self) -> int | None:
@@ -93,7 +95,7 @@ class Data:
     Labels are classes (B,), IGNORED for a test image that cannot be read, or for a language model the ids (B, N) to predict,
     IGNORED at positions where there is none.
     What `Examples` say of themselves is here, too: `notes` of both, `data_config` and `is_held_out` of the test examples, and
-    the rest of the training examples (their `noun` as `example_noun`, their `labels` as `train_labels`). `name_example`
+    the rest of the training examples (their `length`, `noun` as `example_noun`, `labels` as `train_labels`). `name_example`
     names an example for testing.
 
     Args:
@@ -108,7 +110,7 @@ class Data:
         self.num_classes, self.label_noun, self.example_noun = train.num_classes, train.label_noun, train.noun
         self.class_names = None if train.class_names is None else list(train.class_names)
         chosen, tested = (_choose(examples, options.limit, seed) for examples in (train, test))
-        self.train_labels = train.labels
+        self.train_labels, self.length = train.labels, train.length
         if isinstance(chosen, Subset) and train.labels is not None:
             self.train_labels = [train.labels[i] for i in chosen.indices]
         self.data_config, self.is_held_out = dict(test.data_config), test.is_held_out

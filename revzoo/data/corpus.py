@@ -82,16 +82,16 @@ def _read_paragraphs() -> list[tuple[str, str]]:
     return list(paragraphs.values())
 
 
-def read_files(root: Path) -> bytes:
-    """Return the content of a text file, or of all .txt files under a folder, joined in the order of their names.
+def read_files(root: Path) -> list[bytes]:
+    """Return the content of a text file, or of each .txt file under a folder, in the order of their names.
 
     Raises:
         DataError: there is no file, or one is empty or not UTF-8.
     """
     files = sorted(root.rglob("*.txt")) if root.is_dir() else [root]
     if not files:
-        raise DataError(f"{root} has no .txt files. Set data.root to a text file or a folder of them.")
-    return b"\n".join(read_utf8(file) for file in files)
+        raise DataError(f"{root} has no .txt files. Set data.root to a text file, a folder of them or a table.")
+    return [read_utf8(file) for file in files]
 
 
 def read_utf8(file: Path) -> bytes:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from revzoo.data.image_labels import describe_missing, name_classes, number_labels, read_label
-from revzoo.data.options import SPLITS, ImageOptions
+from revzoo.data.options import ImageOptions
 from revzoo.data.stored_images import ImageSplits, StoredImages
-from revzoo.data.text_tables import quiet, require_column, shorten
-from revzoo.errors import DataError, explain_missing, join_names
+from revzoo.data.text_tables import read_splits, require_column, shorten
+from revzoo.errors import DataError
 
 _BATCH = 1000  # rows that are listed together
 
@@ -66,7 +66,7 @@ def open_dataset(root: Path, options: ImageOptions, mode: str) -> ImageSplits:
         DataError: the folder is no data set, a split or a column is missing, or a row has no class.
     """
     images, notes, names = [], list[str](), None
-    for rows, source in _read_splits(root):
+    for rows, source in read_splits(root):
         require_column(source, rows.column_names, options.column, "data.image.column")
         labels, known = _read_labels(rows, source, options.label)
         if known is None:  # else names stay as they are: "007"
@@ -82,30 +82,6 @@ def open_dataset(root: Path, options: ImageOptions, mode: str) -> ImageSplits:
         images.append(DatasetImages(undecoded, options.column, numbers, mode, source, root))
         notes += describe_missing(numbers, names, source)
     return ImageSplits(images[0], images[1], names or [], notes)
-
-
-def _read_splits(root: Path) -> list[tuple[Any, str]]:
-    """Return the rows for training and for validation, and what each split is called in messages."""
-    with explain_missing("datasets", "Data sets of Hugging Face"):
-        import datasets
-    saved = any((root / name).is_file() for name in ("dataset_dict.json", "state.json"))
-    try:
-        with quiet(datasets):
-            # A relative name might be that of a data set on the hub.
-            loaded = (datasets.load_from_disk if saved else datasets.load_dataset)(str(root.absolute()))
-    except Exception as error:  # each format has its own exceptions
-        raise DataError(f"{root} cannot be read as a data set of Hugging Face ({shorten(error)}).") from error
-    splits = loaded if isinstance(loaded, dict) else {"without a split": loaded}
-    names = {split: next((name for name in SPLITS[split] if name in splits), None) for split in SPLITS}
-    for split, name in names.items():
-        if name is None:
-            raise DataError(
-                f"{root} has no {split} split: looked for {' or '.join(SPLITS[split])}. Received: {join_names(list(splits))}. "
-                "Make two of one with train_test_split of datasets, and save them with save_to_disk."
-            )
-        if not len(splits[name]):
-            raise DataError(f"{root} ({name}) has no rows.")
-    return [(splits[name], f"{root} ({name})") for name in names.values()]
 
 
 def _disable_decoding(rows: Any, column: str, source: str) -> Any:

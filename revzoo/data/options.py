@@ -22,7 +22,7 @@ TABLES = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json", ".par
 TEXT_FILES = (*TABLES, ".txt")  # endings of files of texts
 HEIF = (".heic", ".heif")  # files of images that Pillow reads with pillow-heif only
 IMAGES = (".apng", ".bmp", ".gif", *HEIF, ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # files of images
-TEXTS = ("characters", "text_classification", "masked_lm")  # values of `data.name` that are texts
+TEXTS = ("causal_lm", "text_classification", "masked_lm")  # values of `data.name` that are texts
 UNROTATED = ("box", "hamming", "lanczos")  # interpolations that resize images, and that rotations do not have
 BUNDLED = ("digits", *TEXTS)  # those that need no root
 # Names of splits, in the order in which they are looked for. timm has all but `dev`, and where it finds none it takes the whole
@@ -78,11 +78,12 @@ class AugmentOptions:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How tables of texts are read and tokenized.
+    """How texts are read and tokenized.
 
     Args:
-        tokenizer: tokenizer file, as `revzoo tokenizer` writes it, or "bytes": ids are bytes. None: bytes, without `data.root`.
-        column: name of the column that holds the texts.
+        tokenizer: tokenizer file, as `revzoo tokenizer` writes it, or "bytes": ids are bytes. None: bytes, for `causal_lm`
+            and without `data.root`.
+        column: name of the column that holds the texts, in a table.
         label: name of the column that holds the classes, for `text_classification`.
     """
 
@@ -158,7 +159,7 @@ class DataOptions:
             "imagenet",
             "wds",
             "hfds",
-            "characters",
+            "causal_lm",
             "text_classification",
             "masked_lm",
         ]

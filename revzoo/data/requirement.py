@@ -20,8 +20,8 @@ def count_required_outputs(spec: Spec, data: Data, name: str) -> int:
         name: `data.name` of the recipe, for messages.
 
     Raises:
-        DataError: a classifier for a language model's data or the reverse, a head that predicts nothing, or next-byte
-            prediction with a model that sees later bytes.
+        DataError: a classifier for a language model's data or the reverse, a head that predicts nothing, or next-token
+            prediction with a model that sees later tokens.
     """
     if isinstance(spec.input, ImageInput):
         return data.num_classes or 0
@@ -37,10 +37,10 @@ def count_required_outputs(spec: Spec, data: Data, name: str) -> int:
             f"data.name={name} needs a model that predicts {needed}. Received: {spec.name} with the head {spec.head.type}"
             f"{features}. Use another model, or another head: model.overrides=['head={{type: {head}}}']."
         )
-    if name == "characters" and not _is_causal(spec):
+    if name == "causal_lm" and not _is_causal(spec):
         raise DataError(
-            f"data.name=characters is next-character prediction. Received: {spec.name}, whose attention is not causal: it sees "
-            "the character that it should predict. Use a model with causal attention such as model.name=rev_gpt_mini, or "
+            f"data.name=causal_lm is next-token prediction. Received: {spec.name}, whose attention is not causal: it sees the "
+            "token that it should predict. Use a model with causal attention such as model.name=rev_gpt_mini, or "
             "data.name=masked_lm."
         )
     return data.num_classes or spec.input.vocabulary

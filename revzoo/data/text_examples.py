@@ -1,4 +1,4 @@
-"""Examples of texts: windows of bytes for next-byte prediction, labelled texts, and texts with masked tokens.
+"""Examples of texts: windows of ids for next-token prediction, labelled texts, and texts with masked tokens.
 
 Batches are (ids, labels). Ids are padded to the longest text of the batch with the id that the model masks out.
 
@@ -14,10 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from revzoo.data.base import IGNORED, Examples
 from revzoo.data.corpus import Texts, read_files, read_standard_text, read_standard_texts
-from revzoo.data.options import DataOptions
+from revzoo.data.options import SPLITS, TABLES, DataOptions
 from revzoo.data.random import make_generator
-from revzoo.data.text_tables import read_texts
-from revzoo.data.tokenizer import Tokenizer, open_tokenizer
+from revzoo.data.text_tables import is_saved_dataset, read_texts
+from revzoo.data.tokenizer import Tokenizer, TokenizerFile, open_tokenizer
 from revzoo.errors import DataError, join_names
 from revzoo.spec.names import BYTES
 from revzoo.spec.schema import TextInput
@@ -27,22 +27,23 @@ _TO_PREDICT, _AS_MASK, _AS_OTHER = 0.15, 0.8, 0.1
 
 
 class Windows(Examples):
-    """Windows of a text; the label of each byte is the byte that follows it.
+    """Windows of a text; the label of each id is the id that follows it.
 
     In training they begin at random places, drawn again in every epoch; there are as many as fit into the text side by side.
-    In testing they lie side by side, the last one at the end of the text, and every byte but the first is a label once.
+    In testing they lie side by side, the last one at the end of the text, and every id but the first is a label once.
 
     Shapes: ids (B, N), labels (B, N).
     Args:
-        text: the bytes (n,), uint8.
+        text: the ids (n,), uint8 or int32.
         length: N.
         seed: determines where windows begin; None for testing.
     """
 
-    label_noun = "bytes"
+    length: int
 
     def __init__(self, text: Tensor, length: int, seed: int | None):
         self.text, self.length, self.seed = text, length, seed
+        self.label_noun = "bytes" if text.dtype is torch.uint8 else "tokens"
         self._last = len(text) - length - 1
         self.begins = torch.arange(0, self._last + length, length).clamp(max=self._last)
         self.start_epoch(0)
@@ -164,7 +165,7 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
     Raises:
         DataError: the texts are missing, empty or unreadable, or do not fit the model.
     """
-    if options.name == "characters":
+    if options.name == "causal_lm":
         return _load_windows(options, input, seed)
     labelled = options.name == "text_classification"
     if options.root is not None and options.text.tokenizer is None:
@@ -202,28 +203,56 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
 
 
 def _load_windows(options: DataOptions, input: TextInput, seed: int) -> tuple[Windows, Windows]:
-    """Return windows of the first nine tenths of the bytes, and of the last tenth."""
-    content = read_standard_text().encode() if options.root is None else read_files(Path(options.root))
-    if input.vocabulary < 256:
+    """Return windows for training and for testing; texts without a split of their own are tested on the last tenth."""
+    root, file = None if options.root is None else Path(options.root), options.text.tokenizer
+    tokenizer = None if file in (None, BYTES) else TokenizerFile(Path(file))
+    noun, size = ("bytes", 256) if tokenizer is None else ("tokens", tokenizer.size)
+    if input.vocabulary < size:
         raise DataError(
-            f"Characters are bytes, 256 of them. Received: a model with a vocabulary of {input.vocabulary}. Use "
-            "model.overrides=[input.vocabulary=256]."
+            f"The texts are {noun}, {size} of them. Received: a model with a vocabulary of {input.vocabulary}. Use "
+            f"model.overrides=[input.vocabulary={size}]."
         )
-    text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    if input.padding is not None and input.padding < 256 and bool((text == input.padding).any()):
+    parts = [_pack(documents, tokenizer) for documents in _read_documents(root, options.text.column)]
+    if input.padding is not None and any((part == input.padding).any() for part in parts):
         raise DataError(
-            f"Characters are bytes without padding, and the text has byte {input.padding}. Received: a model that takes "
-            f"it for padding. Use model.overrides=[input.padding=null]."
+            f"Windows of a text have no padding, and it has id {input.padding}. Received: a model that takes it for padding. "
+            "Use model.overrides=[input.padding=null]."
         )
-    held_out = len(text) // 10
-    if held_out <= input.length:
+    is_held_out = len(parts) == 1
+    if is_held_out:
+        parts = list(parts[0].tensor_split([len(parts[0]) - len(parts[0]) // 10]))
+    if (least := min(map(len, parts))) <= input.length:
+        whole = (
+            f"The text of {sum(map(len, parts))} {noun} is too short: its last tenth is for testing"
+            if is_held_out
+            else (f"Texts for training or testing are too short: {least} {noun}")
+        )
         raise DataError(
-            f"The text of {len(text)} bytes is too short: its last tenth is for testing, and the model takes windows of "
-            f"{input.length} bytes. Use model.overrides=[input.length={max(1, held_out - 1)}] or a longer text."
+            f"{whole}, and the model takes windows of {input.length} {noun}. Use "
+            f"model.overrides=[input.length={max(1, least - 1)}] or a longer text."
         )
-    test = Windows(text[-held_out:], input.length, None)
-    test.is_held_out = options.root is not None
-    return Windows(text[:-held_out], input.length, seed), test
+    train, test = Windows(parts[0], input.length, seed), Windows(parts[1], input.length, None)
+    test.is_held_out = root is not None and is_held_out
+    if tokenizer is not None:
+        test.data_config = {"tokenizer": file}
+    return train, test
+
+
+def _read_documents(root: Path | None, column: str) -> list[list[bytes]]:
+    """Return the texts, or those for training and those for testing where they are in a table or a data set."""
+    if root is None:
+        return [[read_standard_text().encode()]]
+    names = {name + suffix for name in SPLITS["train"] for suffix in TABLES}
+    if root.suffix.lower() in TABLES or is_saved_dataset(root) or any((root / name).is_file() for name in names):
+        return [[text.encode() for text in part.texts] for part in read_texts(root, column, None)]
+    return [read_files(root)]
+
+
+def _pack(documents: list[bytes], tokenizer: TokenizerFile | None) -> Tensor:
+    """Return the ids of all documents; between two of them is the token that ends one, of bytes 0, which texts do not have."""
+    if tokenizer is None:
+        return torch.frombuffer(bytearray(b"\0".join(documents)), dtype=torch.uint8)
+    return torch.tensor(tokenizer.pack([document.decode(errors="ignore") for document in documents]), dtype=torch.int32)
 
 
 def _encode(texts: Texts, tokenizer: Tokenizer, length: int) -> list[Tensor]:

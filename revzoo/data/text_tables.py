@@ -1,4 +1,7 @@
-"""Tables of texts on this machine: CSV, TSV, JSON lines and parquet. Nothing is downloaded, and no cache remains."""
+"""Tables of texts on this machine: CSV, TSV, JSON lines, parquet, and data sets of Hugging Face.
+
+Nothing is downloaded, and no cache remains.
+"""
 
 import csv
 import sys
@@ -26,15 +29,46 @@ def read_texts(root: Path, column: str, label: str | None) -> tuple[Texts, Texts
 
     Args:
         root: a folder with train.csv (or .tsv, .jsonl, .json, .parquet) and val.csv (or another of the names in `SPLITS`); or
-            one file, where every tenth row of each label is for validation.
+            one file, where every tenth row of each label is for validation; or a folder of `save_to_disk`.
         column: name of the column that holds the texts.
         label: name of the column that holds the labels; None: read no labels.
 
     Raises:
         DataError: something is missing, empty or unreadable.
     """
+    if is_saved_dataset(root):
+        first, second = (check_columns(source, rows[:], column, label) for rows, source in read_splits(root))
+        return first, second
     train, *others = (read_table(file, column, label) for file in list_tables(root))
     return (train, others[0]) if others else train.split()
+
+
+def is_saved_dataset(root: Path) -> bool:
+    """Return whether `save_to_disk` of Hugging Face's `datasets` wrote a folder."""
+    return any((root / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def read_splits(root: Path) -> list[tuple[Any, str]]:
+    """Return the rows for training and for validation, and what each split is called in messages."""
+    with explain_missing("datasets", "Data sets of Hugging Face"):
+        import datasets
+    try:
+        with quiet(datasets):
+            # A relative name might be that of a data set on the hub.
+            loaded = (datasets.load_from_disk if is_saved_dataset(root) else datasets.load_dataset)(str(root.absolute()))
+    except Exception as error:  # each format has its own exceptions
+        raise DataError(f"{root} cannot be read as a data set of Hugging Face ({shorten(error)}).") from error
+    splits = loaded if isinstance(loaded, dict) else {"without a split": loaded}
+    names = {split: next((name for name in SPLITS[split] if name in splits), None) for split in SPLITS}
+    for split, name in names.items():
+        if name is None:
+            raise DataError(
+                f"{root} has no {split} split: looked for {' or '.join(SPLITS[split])}. Received: {join_names(list(splits))}. "
+                "Make two of one with train_test_split of datasets, and save them with save_to_disk."
+            )
+        if not len(splits[name]):
+            raise DataError(f"{root} ({name}) has no rows.")
+    return [(splits[name], f"{root} ({name})") for name in names.values()]
 
 
 def list_tables(root: Path) -> list[Path]:
@@ -116,7 +150,7 @@ def read_columns(file: Path) -> dict[str, list[Any]]:
     if suffix not in TABLES:
         raise DataError(
             f"{file} is not a table: the name of one ends with {' or '.join(TABLES)}. Save it as CSV; texts without columns "
-            "are for data.name=characters."
+            "are for data.name=causal_lm."
         )
     if TABLES[suffix] == "csv":
         return _read_csv(file, "\t" if suffix == ".tsv" else ",")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from revzoo.data.base import Data
-from revzoo.format import format_bits, format_bytes
+from revzoo.format import format_bytes, format_loss
 from revzoo.metric import CHOSEN
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class TrainingDisplay:
     def __init__(self, shown: bool, epochs: int, batches: int, data: Data, log_every: float):
         self.console = Console(quiet=not shown, markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
         self.epochs, self.all_batches, self.batches, self.log_every = epochs, batches, len(data.train), log_every
-        self.example_noun, self.label_noun = data.example_noun, data.label_noun
+        self.label_noun = data.label_noun
         self.memory_noun = "CUDA peak" if torch.cuda.is_available() else "process"  # neither is what the tables count
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -107,8 +107,8 @@ class TrainingDisplay:
             record: its metrics, as in metrics.jsonl.
             best: best CHOSEN metric of all epochs.
         """
-        loss = f"{record['loss']:.4f}{format_bits(record['loss'], self.label_noun, prefix=', ')}"
-        rate = f"{record[f'{self.example_noun}_per_second']:.0f} {self.example_noun}/s"
+        loss = format_loss(record["loss"], self.label_noun)
+        rate = next(f"{value:.0f} {key[:-11]}/s" for key, value in record.items() if key.endswith("_per_second"))
         memory = f"{self.memory_noun} {format_bytes(record['memory_bytes'])}"
         self.console.print(
             f"epoch {record['epoch']:>{len(str(self.epochs))}}/{self.epochs}  train loss {record['train_loss']:.4f}  "

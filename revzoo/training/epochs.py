@@ -180,6 +180,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     except StopRequested as caught:
         return caught.signum
     check_test_loss(run, scores.loss)
+    counted = run.data.example_noun if run.data.length is None else run.data.label_noun
     record = {
         "epoch": epoch + 1,
         "updates": progress.updates,
@@ -188,7 +189,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         "loss": scores.loss,
         **scores.metrics,
         "seconds": progress.seconds,
-        f"{run.data.example_noun}_per_second": progress.examples / progress.seconds,
+        f"{counted}_per_second": progress.examples * (run.data.length or 1) / progress.seconds,
         "memory_bytes": _read_memory_bytes(),
     }
     if run.coupling is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from revzoo.data.base import IGNORED, Data
 from revzoo.errors import join_names
-from revzoo.format import count_noun, format_bits
+from revzoo.format import count_noun, format_loss
 from revzoo.metric import METRICS
 from revzoo.training.class_report import ClassReport
 
@@ -38,7 +38,7 @@ class Scores:
     classes: ClassReport | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
-        loss = f"loss {self.loss:.4f}{format_bits(self.loss, self.label_noun, prefix=', ')}"
+        loss = f"loss {format_loss(self.loss, self.label_noun)}"
         labels = count_noun(self.count, self.label_noun.removesuffix("s"))
         shown = [metric for metric in METRICS if self.num_outputs is None or self.num_outputs > metric.trivial_outputs]
         metrics = ", ".join(f"{metric.label} {metric.format(self.metrics[metric.key])}" for metric in shown)

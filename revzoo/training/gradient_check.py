@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from contextlib import suppress
 
 import torch
@@ -11,6 +12,7 @@ from revzoo.analysis.verify import verify
 from revzoo.data.random import seeded
 from revzoo.device import forget_peak
 from revzoo.errors import InputError, RevzooError
+from revzoo.runtime.lazy_logits import WholeLogitsWarning
 from revzoo.training.run import Run
 
 _EXAMPLES = 2
@@ -33,7 +35,8 @@ def describe_gradients(run: Run) -> str:
     examples = min(_EXAMPLES, run.batch_size)
     lookahead, model.lookahead = model.lookahead, 0  # which changes no bit, and steps aside where verify draws random numbers
     try:
-        with seeded(run.recipe.train.seed), run.accelerator.autocast():
+        with seeded(run.recipe.train.seed), run.accelerator.autocast(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", WholeLogitsWarning)  # of two examples
             report = verify(model, model.example_input(examples, run.accelerator.device))
     except torch.OutOfMemoryError as error:
         if run.mesh is not None:  # the other processes cannot go on without this one

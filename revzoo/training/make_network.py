@@ -170,7 +170,8 @@ def _choose_arguments(options: ModelOptions, spec: Spec, is_open: bool, data: Da
     if outputs is not None and outputs < needed:
         allowed = f"at least {needed}, the {'classes in the data' if data.num_classes else 'vocabulary'}"
         raise recipe.error("model.num_outputs", str(outputs), allowed)
-    if "outputs" in heads.arguments(spec.head.type):  # other heads have one output for each id of the vocabulary
+    has_outputs = "outputs" in heads.arguments(spec.head.type) and not spec.head.arguments.get("tied")
+    if has_outputs:  # other heads have one output for each id of the vocabulary
         outputs = outputs or needed
         # Pretrained weights may have another head, which is replaced after loading. Without them the head is built with the
         # right size, so that it has the initialisation that the spec asks for.

@@ -32,7 +32,7 @@ def adopt_preprocessing(recipe: Recipe, spec: Spec, config: Mapping[str, Any] | 
     Raises:
         CheckpointError: the file's preprocessing is damaged.
     """
-    if recipe.data.name in ("digits", "characters") or is_own(recipe.data.name):
+    if recipe.data.name == "digits" or is_own(recipe.data.name):
         return recipe, []
     config = _read_preprocessing(recipe) if config is None else config
     return _adopt_images(recipe, spec.input, config) if isinstance(spec.input, ImageInput) else _adopt_tokenizer(recipe, config)

@@ -1,5 +1,6 @@
 """Read a recipe: a YAML file of `specs/recipes` or of the user's own, with overrides."""
 
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -53,6 +54,7 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
         changed, more = apply_overrides(tree, [override])
         tree = _merge_recipes(tree, changed)
         problems += more
+    tree = _move_coupling(tree)
     if not complete:
         tree = merge(YamlNode.from_plain({"model": {"name": TO_BE_NAMED}}, str(path)), tree)
     recipe, parse_problems = parse(Recipe, tree)
@@ -96,6 +98,19 @@ def _expand_model_name(tree: YamlNode) -> YamlNode:
     options = {key: replace(model, value=value, path=f"{model.path}.{key}") for key, value in defaults.items()}
     options["name"] = replace(model, path=f"{model.path}.name")
     return replace(tree, value=tree.value | {"model": replace(model, value=options)})
+
+
+def _move_coupling(tree: YamlNode) -> YamlNode:
+    """Make a coupling with a name, such as `coupling=leapfrog`, an override of the model: a schedule of one has no name."""
+    coupling = tree.value.get("coupling", tree)
+    value = coupling.to_plain()
+    if not isinstance(value, str) and (coupling is tree or not isinstance(value, dict) or "type" not in value):
+        return tree
+    model = tree.value.get("model", tree.missing("model")).to_plain()
+    overrides = model.get("overrides") or () if isinstance(model, dict) else ()
+    overrides = [*overrides, f"block.coupling={value if isinstance(value, str) else json.dumps(value)}"]
+    moved = YamlNode.from_plain({"model": {"overrides": overrides}, "coupling": None}, coupling.file)
+    return merge(tree, moved)
 
 
 def _point_to_model(problem: SpecProblem) -> SpecProblem:

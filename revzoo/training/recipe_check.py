@@ -21,7 +21,7 @@ _UNREAD_BY_DATA = {
     "digits": {"root", "augment", "text", "image", "unreadable"},
     "wds": {"shift", "text"},
     "hfds": {"shift", "text"},
-    "characters": {"shift", "augment", "text", "image", "unreadable"},
+    "causal_lm": {"shift", "augment", "image", "unreadable"},
     "text_classification": {"shift", "augment", "image", "unreadable"},
     "masked_lm": {"shift", "augment", "image", "unreadable"},
 }
@@ -54,7 +54,7 @@ def find_ineffective_settings(recipe: Recipe) -> list[str]:
     decay = {"decay_milestones", "decay_epochs", "decay_rate", "min_lr"} - _READ_BY_SCHEDULE[recipe.schedule.sched]
     ruled_out = {
         ("data", recipe.data.name): _find_unread(recipe.data.name),
-        ("data.text", recipe.data.name): {"label"} if recipe.data.name == "masked_lm" else set(),
+        ("data.text", recipe.data.name): {"label"} if recipe.data.name in ("causal_lm", "masked_lm") else set(),
         ("data.image", recipe.data.name): {"column"} if recipe.data.name == "wds" else set(),
         ("optimizer", recipe.optimizer.opt): _NOT_OF_ALL - find_accepted_options(recipe.optimizer.opt),
         ("schedule", recipe.schedule.sched): decay,

@@ -164,6 +164,6 @@ def _require_fit(recipe: Recipe, model: Model, accelerator: Accelerator) -> None
         raise recipe.error("train.optimizer_in_backward", "true", allowed)
     if options.cuda_graph and (accelerator.device.type != "cuda" or not is_alone):
         raise recipe.error("train.cuda_graph", "true", f"false on {accelerator.device}, or with several processes")
-    if options.cuda_graph and isinstance(model.spec.input, TextInput) and recipe.data.name != "characters":
+    if options.cuda_graph and isinstance(model.spec.input, TextInput) and recipe.data.name != "causal_lm":
         allowed = f"false with data.name={recipe.data.name}: batches of texts differ in length"
         raise recipe.error("train.cuda_graph", "true", allowed)

@@ -21,7 +21,7 @@ def test_inputs_of_the_other_kind(story, options, refusal):
     assert refusal(options("masked_lm"), ImageInput("image", 1, (8, 8))).startswith(
         "data.name=masked_lm is text. Received: a model for images. Use data.name=digits or folder, or a model for text such "
     )
-    assert refusal(options("characters", story, batch_size=99), BYTES) == (
+    assert refusal(options("causal_lm", story, batch_size=99), BYTES) == (
         "The 57 training texts are too few for one batch. Received: data.batch_size=99. Use data.batch_size=57 or less."
     )
 
@@ -33,14 +33,14 @@ def outputs(causal, story, options):
     def require(model, name, *overrides):
         source = causal if model == "causal" else model
         spec = revzoo.load_spec(source, overrides)
-        root = story if name == "characters" else None
+        root = story if name == "causal_lm" else None
         return count_required_outputs(spec, load_data(options(name, root), spec.input, 0), name)
 
     return require
 
 
 def test_required_outputs(outputs):
-    assert outputs("causal", "characters") == 256
+    assert outputs("causal", "causal_lm") == 256
     assert outputs("rev_roberta_mini", "masked_lm") == 260
     for own in (0, 9):
         assert outputs("rev_bert_mini", "text_classification", f"head.outputs={own}") == 4
@@ -53,9 +53,9 @@ def test_required_outputs(outputs):
     [
         ("rev_bert_mini", "masked_lm", ["head.outputs=4"], r"predicts an id per token.* another head: .*\{type: masked_lm\}"),
         ("rev_bert_mini", "text_classification", ["head={type: text_features}"], "returns 64 features and predicts nothing"),
-        ("rev_roberta_mini", "characters", [], "rev_roberta_mini, whose attention is not causal"),
-        ("causal", "characters", ["block.f.causal=false"], "causal, whose attention is not causal"),
-        ("reformer_mini", "characters", [LATER, "input.length=64"], "reformer_mini, whose attention is not causal"),
+        ("rev_roberta_mini", "causal_lm", [], "rev_roberta_mini, whose attention is not causal"),
+        ("causal", "causal_lm", ["block.f.causal=false"], "causal, whose attention is not causal"),
+        ("reformer_mini", "causal_lm", [LATER, "input.length=64"], "reformer_mini, whose attention is not causal"),
     ],
 )
 def test_models_that_do_not_fit(outputs, model, name, overrides, message):

@@ -27,7 +27,10 @@ NOT_RUN = (
     "torchrun ",
 )
 # They train and plan, as tests of these packages do with less.
-LONG = {"README.md", "convert.md", "distributed.md", "fits.md", "planning.md", "start.md", "sweeps.md", "training.md"}
+LONG = {
+    *("README.md", "convert.md", "distributed.md", "fits.md", "gpt.md", "planning.md", "start.md", "sweeps.md"),
+    "training.md",
+}
 # Typed in tests/walks, where somebody looks at what is printed: the README's commands, and these sections.
 WALKED = {
     "start.md": ("Look around",),

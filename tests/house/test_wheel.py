@@ -59,7 +59,7 @@ def test_wheel_creates_every_model_from_an_empty_directory(wheel, tmp_path):
     made = json.loads(done.stdout)
     assert set(made["models"]) == SPECS
     assert set(made["recipes"]) == RECIPES
-    assert len(made["weights"]) == 6
+    assert len(made["weights"]) == 7
     assert all(home.startswith(str(site.resolve())) for home in made["homes"])
 
 

@@ -21,7 +21,7 @@ FAST = ["data.batch_size=320", "train.epochs=2", "schedule.warmup_epochs=1", f"m
 # Everything that draws random numbers, two updates an epoch.
 RANDOM = ["mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}", "train.accumulate=2"]
 CONSTANT = ["schedule.sched=constant", "schedule.warmup_epochs=0"]
-MEASURED = {"seconds", "images_per_second", "texts_per_second", "memory_bytes"}  # different in every run
+MEASURED = {"seconds", "images_per_second", "texts_per_second", "bytes_per_second", "memory_bytes"}  # different in every run
 
 
 class Killed(BaseException):

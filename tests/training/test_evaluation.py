@@ -140,11 +140,13 @@ def test_overrides_without_an_effect(setting, message):
 
 def test_shipped_weights_repeat_their_metric():
     names = ["irevnet_digits", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits"]
-    assert sorted(index.read_index()) == sorted([*names, "revnet_mnist"])
+    assert sorted(index.read_index()) == sorted([*names, "rev_gpt_mini", "revnet_mnist"])
     for name in names:
         scores, entry = evaluate_pretrained(name)
         assert round(scores.metrics["top1"], 2) == entry.metric["top1"]
         assert scores.metrics["top1"] >= 96
+    scores, entry = evaluate_pretrained("rev_gpt_mini", ["data.batch_size=64"])  # of a text that each Python changes a little
+    assert scores.metrics["top1"] == pytest.approx(entry.metric["top1"], abs=2)
 
 
 @torch.no_grad()
@@ -174,7 +176,7 @@ def test_scores_of_ids_by_hand():
     ranks = [int((logits[i] > logits[i, label]).sum()) for i, label in pairs]
     assert (scores.count, scores.loss) == (5, pytest.approx(sum(losses) / 5))
     assert scores.metrics == {"top1": 20 * ranks.count(0), "top5": 20 * sum(rank < 5 for rank in ranks)}
-    assert f"loss {scores.loss:.4f}, {scores.loss / math.log(2):.3f} bits per token on 5 tokens" in str(scores)
+    assert f"loss {scores.loss:.4f}, perplexity {math.exp(scores.loss):.4g} on 5 tokens" in str(scores)
 
 
 def test_a_saved_model_is_evaluated_on_data_that_are_named(tmp_path, image_folder):

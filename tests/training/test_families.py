@@ -15,6 +15,7 @@ CALM = "stages.0.depth=1,stem.dropout=0,block.f.dropout=0,block.f.attention_drop
 # The recipe, what makes it short, and the accuracy to reach as a multiple of the most frequent label's share.
 FAMILIES = {
     "irevnet": ("digits_irevnet", ["train.epochs=2", "model.overrides=[stages.0.depth=2,stages.1.depth=2]"], 3),
+    "rev_gpt": ("lm", ["data.batch_size=32", "train.epochs=1", "model.overrides=[stages.0.depth=1,input.length=64]"], 1.3),
     "reformer": ("text_reformer", ["data.batch_size=32", f"model.overrides=[{NARROW},input.length=64]"], 1.3),
     "resnext": (
         "digits_resnext",

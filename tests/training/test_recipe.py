@@ -18,7 +18,7 @@ NEEDED = {
 
 def test_every_recipe():
     """Every shipped recipe loads, says only what has an effect, and names a model that exists."""
-    assert len(list_recipes()) == 24
+    assert len(list_recipes()) == 25
     for name in list_recipes():
         recipe = load_recipe(name, NEEDED.get(name, [] if name.startswith(("digits", "text_")) else ["data.root=images"]))
         assert find_ineffective_settings(recipe) == []
@@ -107,6 +107,16 @@ def test_all_problems_at_once():
         SpecError, match=r"optimizer\.opt: found 'adamww'; .* Did you mean 'adamw'"
     ):  # known to timm, asked last
         load_recipe("digits", ["optimizer.opt=adamww"])
+
+
+def test_a_coupling_with_a_name_is_the_models():
+    """One without is a schedule; both at once cannot be typed, as a second value replaces the first."""
+    recipe = load_recipe("lm", ["model.overrides=[input.length=64]", "coupling=leapfrog"])
+    assert (recipe.model.overrides, recipe.coupling) == (("input.length=64", "block.coupling=leapfrog"), None)
+    typed = load_recipe("lm", ["coupling={type: midpoint, h: 0.25}"])
+    spec = load_spec("rev_gpt_mini", typed.model.overrides)
+    assert (spec.coupling.type, spec.coupling.arguments) == ("midpoint", {"h": 0.25})
+    assert load_recipe("lm", ["coupling={m: [0.1, 0.9]}"]).coupling.m == (0.1, 0.9)
 
 
 GRAPH = "train.cuda_graph=true train.clip_grad=null"

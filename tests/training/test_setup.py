@@ -7,6 +7,8 @@ import torch
 
 import revzoo
 from revzoo.errors import InputError, SpecError
+from revzoo.runtime.lazy_logits import LazyLogits
+from revzoo.training import loop
 from revzoo.training.loop import train
 from revzoo.training.loss import Loss
 from revzoo.training.optimizer import make_optimizer, make_scheduler
@@ -146,3 +148,14 @@ def test_each_run_of_a_process_has_its_own_precision():
     """Accelerate alone would refuse the second."""
     precisions = ["no", "bf16", "no"]
     assert [open_accelerator(precision).mixed_precision for precision in precisions] == precisions
+
+
+def test_a_language_model_has_its_loss_in_chunks(tmp_path, shown):
+    """Its logits are lazy in training alone; the check of gradients, which sums them, says nothing of it."""
+    small = "model.overrides=[stages.0.depth=1,input.length=16]"
+    run = build_run(load_recipe("lm", [small, "ema={decay: 0.9}"]), tmp_path / "run", resumed=False)
+    ids = run.model.example_input(2)
+    assert isinstance(run.model(ids), LazyLogits)
+    assert loop.describe_gradients(run).startswith("Gradients verified")
+    for model in (run.model.eval(), run.evaluated.eval()):
+        assert type(model(ids)) is torch.Tensor
