@@ -19,13 +19,14 @@ _COLORS = {
     "reversible": MODE_COLORS["invert"],
     "random": LIGHT_BLUE,
     "4 bits": MODE_COLORS["selective"],
-    "split": LIGHT_BLUE,
+    "random bit": LIGHT_BLUE,
     "split, 4 bits": LIGHT_ORANGE,
+    "split, random bit": PALE,
     "2 bits": PALE,
     "bfloat16": MODE_COLORS["store"],
     "deployed": MODE_COLORS["selective"],
 }
-_COUNTED = ("8 bits", "4 bits", "split", "split, 4 bits")
+_COUNTED = ("8 bits", "4 bits", "random bit", "split, 4 bits", "split, random bit")
 _WIDTH, _TOP, _PANEL, _GAP, _BELOW = 8.4, 1.0, 2.1, 0.95, 0.6  # [inch]
 _LEFT, _SPAN = 0.11, 0.87  # of the width
 

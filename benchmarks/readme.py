@@ -184,7 +184,7 @@ def describe_reversible() -> Iterator[str]:
 
 def describe_reversible_memory(part: dict[str, Any]) -> Iterator[str]:
     """Yield the table of what blocks keep and of peaks, relative to checkpointing."""
-    methods = ("8 bits", "4 bits", "split", "split, 4 bits")
+    methods = ("8 bits", "4 bits", "random bit", "split, 4 bits", "split, random bit")
     yield f"| kept / peak, relative to checkpointing | {' | '.join(methods)} |"
     yield "|---" * (1 + len(methods)) + "|"
     for net in part["rows"]:
@@ -196,9 +196,9 @@ def describe_reversible_memory(part: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from wrap(
         "Bytes that a training step keeps because of its blocks / its peak without weights and their gradients, relative to "
-        "gradient checkpointing of every block. Split blocks keep the bits of twice as many steps. With 8 bits and at "
-        "these depths this is more than backward saves by holding the inside of half a block at a time. Bytes are counted, on "
-        "any machine (`python benchmarks/finetune_llm.py --only memory`)."
+        "gradient checkpointing of every block. Split blocks keep the bits of twice as many steps, and in backward "
+        'the inside of half a block at a time. A random bit is `kept_bits=1, sign="random"`. Bytes are counted, on any machine '
+        "(`python benchmarks/finetune_llm.py --only memory`)."
     )
 
 
