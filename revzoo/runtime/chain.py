@@ -132,9 +132,9 @@ class ReversibleChain(Scheduled, nn.Module):
                 "its list of steps."
             )
         settings = zip(self.couplings, self._schedule, strict=True)
-        steps = [(entry.module, entry.name) for entry in layout]
         return [
-            f if isinstance(f, Bijection) else make_step(f, name, *next(settings), training=self.training) for f, name in steps
+            e.module if isinstance(e.module, Bijection) else make_step(e.module, e.name, *next(settings), self.training)
+            for e in layout
         ]
 
 
