@@ -31,17 +31,16 @@ def on_grid_of_training(chains: Iterable[Any]) -> Iterator[None]:
             chain.coupling = coupling
 
 
-def warn_of_another_function(network: str, cosine: float, remedy: str, stacklevel: int = 3) -> None:
+def warn_of_another_function(network: str, cosine: float, remedy: str) -> None:
     """Warn if a network that was made reversible computes another function than before.
 
     Args:
         network: its name.
         cosine: of its outputs before and after, the mean over rows; NaN is warned of.
         remedy: sentences that say what keeps the function nearer.
-        stacklevel: as in `warnings.warn`, from here: 3 is the caller of the function that calls this one.
     """
     if not cosine >= LEAST_COSINE:
         warnings.warn(
             f"{network} computes another function now: the cosine of its outputs before and after is {cosine:.3f}. {remedy}",
-            stacklevel=stacklevel,
+            stacklevel=3,
         )

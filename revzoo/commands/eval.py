@@ -119,7 +119,7 @@ def _report_classes(arguments: argparse.Namespace, classes: "ClassReport") -> No
         return
     if arguments.per_class or len(classes.class_names) <= FEW:
         from revzoo.display.console import print_renderable
-        from revzoo.display.tables.classes import tabulate_classes
+        from revzoo.display.tables.prediction import tabulate_classes
 
         print_renderable(tabulate_classes(classes.list_classes(), classes.average()))
     else:

@@ -132,9 +132,9 @@ class ReversibleChain(Scheduled, nn.Module):
                 "its list of steps."
             )
         settings = zip(self.couplings, self._schedule, strict=True)
-        steps = [(entry.module, entry.name) for entry in layout]
         return [
-            f if isinstance(f, Bijection) else make_step(f, name, *next(settings), training=self.training) for f, name in steps
+            e.module if isinstance(e.module, Bijection) else make_step(e.module, e.name, *next(settings), self.training)
+            for e in layout
         ]
 
 
@@ -198,7 +198,7 @@ def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, s
         raise InputError("The inverse needs the coefficients that forward drew, which are available in backward only.")
     if any(isinstance(link, Step) and link.coupling.b == 0 for link in links):
         raise InputError(
-            "A coupling with b = 0 (with random signs, in evaluation) has no inverse: it forgets the older stream."
+            "A coupling with b = 0 has no inverse: it forgets the older stream. Random signs have b = 0 in evaluation."
         )
     grid, pair = _start(links, y1, y2, exact)
     for link in reversed(links):

@@ -11,6 +11,7 @@ import revzoo
 from revzoo.analysis.counting import report_model
 from revzoo.analysis.resnet import RESNETS, ResNet
 from revzoo.analysis.twin import build_twin
+from tests.parts.test_revnet import unit
 
 ELSEWHERE = {"pyslowfast"}  # known, and not installable
 SMALL = [
@@ -86,15 +87,6 @@ def test_a_twin_that_does_not_take_the_input_is_no_reason_to_stop():
         twin = report_model(revzoo.build(spec), batch_size=1).twin
     assert (twin.parameters, twin.memory) == (None, None)
     assert re.match(r"it does not take the model's input \(.*conv1 \(Conv2d\).*got 1 channels", twin.problem)
-
-
-def unit(x, parameters, kernels, stride, preactivate):
-    left = iter(parameters)
-    for i, kernel in enumerate(kernels):
-        if i > 0 or preactivate:
-            x = F.relu(F.batch_norm(x, None, None, next(left), next(left), training=True, eps=1e-3))
-        x = F.conv2d(x, next(left), stride=stride if i == 0 else 1, padding=kernel // 2)
-    return x
 
 
 def test_resnet_is_the_formula():

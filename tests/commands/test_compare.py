@@ -46,7 +46,8 @@ def test_students_counts_on_a_t4():
     assert [method.largest for method in answer.methods] == [78, 113, 178, 543, 213, 1013]
 
 
-def test_the_table(run):
+def test_the_table(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     out = run("compare", f"model.overrides=[{','.join(SMALL)}]", "data.batch_size=2", "--card=1MB")
     assert "rev_gpt_mini at batch 2 takes" in out
     assert "tokens/s" in out

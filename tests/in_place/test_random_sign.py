@@ -47,7 +47,7 @@ def test_a_step_keeps_an_eighth_of_what_8_bits_take_and_a_byte_for_each_example(
     sizes = {}
     for layers in (4, 8):
         model = llama(layers)
-        (said,) = revzoo.reversible_(model, batch=TEXT, **ONE_BIT).kept_bytes_per_element
+        (said,) = revzoo.reversible_(model, **ONE_BIT).kept_bytes_per_element
         sizes[layers] = count_bytes(model, TEXT)
         assert said == 8 + (layers - 1) / 8
     assert [b - a for a, b in zip(sizes[4], sizes[8], strict=True)] == 2 * [4 * (2 * 12 * 32 // 8 + 2)]

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import revzoo
-from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import BudgetError, InputError
 from revzoo.invertible import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU
 from revzoo.planning.planner import enforce_budget
@@ -15,6 +14,7 @@ from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.solvers.schedule_totals import cost, peak
 from revzoo.runtime import LayerChain, ReversibleChain, SpaceToDepth
+from tests.planning.test_count import measured
 
 NETWORKS = {
     "layerwise_digits": [],
@@ -26,19 +26,11 @@ NETWORKS = {
 MOST = {"layerwise_digits": 1.12, "revnext_digits": 1.06}
 
 
-def measure(model: nn.Module, batch: Any, modes: object) -> tuple[int, int]:
-    """Return the bytes at the peak and the FLOPs of a step that is run."""
-    model.schedule = modes
-    with FlopCounter() as flops:
-        report = revzoo.measure_memory(model, batch)
-    return report.peak_bytes, flops.forward + flops.backward
-
-
 def agrees(model: nn.Module, batch: Any, drawn: list[list[str]], most: float = 1.0) -> None:
     """Assert that FLOPs of schedules are counted as they are measured, and peaks too, or up to `most` times as high."""
-    problem, (_, stored) = count(model, batch), measure(model, batch, "store")
+    problem, (_, stored) = count(model, batch), measured(model, batch, "store")
     for modes in drawn:
-        peak_bytes, flops = measure(model, batch, modes)
+        peak_bytes, flops = measured(model, batch, modes)
         assert flops == stored + cost(problem, modes), modes
         assert peak_bytes <= peak(problem, modes) <= most * peak_bytes, modes
 
@@ -97,10 +89,10 @@ def test_a_budget_that_inverting_everything_fits_is_enough():
     """Although more is predicted."""
     model = revzoo.create("layerwise_digits")
     x = model.example_input(8)
-    least, _ = measure(model, x, "invert")
+    least, _ = measured(model, x, "invert")
     plan = revzoo.plan(model, x, least)
     assert plan.peak_bytes == plan.budget_bytes == plan.min_peak_bytes == least
-    assert measure(model, x, plan)[0] == least
+    assert measured(model, x, plan)[0] == least
     with pytest.raises(BudgetError, match="No schedule fits"):
         revzoo.plan(model, x, least - 1)
 

@@ -12,11 +12,6 @@ Grads = list[Tensor]
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
 def _forget_warnings() -> Iterator[None]:
     warn_once = lookahead._warn_once  # a test may replace it
     yield

@@ -13,7 +13,7 @@ from revzoo.runtime import ReversibleChain
 
 # Dynamo looks at .grad of whatever enters a compiled function, also of an ordinary network cut in two by a graph break.
 # PyTorch 2.11 instantiates autograd functions when it traces them, and warns of that.
-pytestmark = [
+WARNINGS = pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
 ]

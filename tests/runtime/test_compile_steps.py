@@ -13,12 +13,9 @@ import revzoo
 from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime import LiveBytes, ReversibleChain
 from revzoo.runtime.coupling import dual_residual
-from tests.runtime.test_compile import BACKENDS
+from tests.runtime.test_compile import BACKENDS, WARNINGS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-]
+pytestmark = WARNINGS
 MODES = ["store", "selective", "recompute", "invert"]
 MIXED = ["selective", "invert", "invert", "selective", "store", "recompute", "selective", "invert"]
 

@@ -3,7 +3,6 @@
 import copy
 import gc
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,20 +12,6 @@ from revzoo.runtime.live_bytes import LiveBytes
 
 A = 512 * 256 * 4  # one activation of the perceptron
 SCALARS = 8  # the loss and its gradient
-
-
-@pytest.fixture
-def perceptron() -> nn.Module:
-    """Return Linear-ReLU-Linear without biases; with 512 rows of 256 floats every activation has 512 KiB."""
-    return nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU(), nn.Linear(256, 256, bias=False))
-
-
-@pytest.fixture
-def convolutions() -> nn.Module:
-    """Return a network with BatchNorm and dropout."""
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 6 * 6, 4)
-    )
 
 
 def forward_backward(model: nn.Module, x: Tensor) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime import InvertibleLeakyReLU, LayerChain, ReversibleChain, fingerprint
 from revzoo.runtime.coupling import momentum
 from revzoo.runtime.node import run_node
+from tests.runtime.test_complete_gradients import AddsBias
 
 DROPPING = ["invert", ["selective", "recompute", "store", "selective"]]
 each_mode = pytest.mark.parametrize("schedule", DROPPING, ids=str)
@@ -465,17 +466,6 @@ def test_a_batch_without_examples(exact, schedule):
     (y1.sum() + y2.sum()).backward()
     assert [x.grad.shape for x in streams] == [(0, 6)] * 2
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in chain.parameters())
-
-
-class AddsBias(nn.Module):
-    """A step whose bias has its gradient before the step runs again."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.bias = nn.Linear(6, 6, bias=False), nn.Parameter(torch.zeros(6))
-
-    def forward(self, w):
-        return self.linear(w.tanh()) + self.bias
 
 
 @each_mode

@@ -8,13 +8,10 @@ import torch
 import revzoo
 from revzoo.training import epochs
 from revzoo.training.loop import resume, train
-from tests.runtime.test_compile import needs_compiler
+from tests.runtime.test_compile import WARNINGS, needs_compiler
 from tests.training.runs import interrupted, make_recipe
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-]
+pytestmark = WARNINGS
 SAID = "The 2 steps are compiled, each kind of step when it first runs."
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.sources.tensors import GridSize
+from revzoo.errors import ConversionError
 
 Tensors = Mapping[str, Tensor]
 # What ends refusals of architectures.
@@ -35,6 +36,12 @@ class Source(ABC):
     @abstractmethod
     def handles(self, description: Any) -> bool:
         """Return whether this source may be the one for an original."""
+
+    def make_error(self, key: str, received: object, allowed: str) -> ConversionError:
+        """Return the error for a setting of an original that a spec cannot express."""
+        return ConversionError(
+            f"{self.name}: {key} cannot be converted. Received: {received!r}. Allowed: {allowed.rstrip('.')}. {IN_PLACE}"
+        )
 
     @abstractmethod
     def make_spec(self, description: Any, choice: CouplingChoice) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping, rename, rename_module
-from revzoo.conversion.sources.base import IN_PLACE, Source, Tensors, find_mlp_ratio
+from revzoo.conversion.sources.base import Source, Tensors, find_mlp_ratio
 from revzoo.errors import ConversionError, did_you_mean, join_names
 
 # What a class is for: the end of its name. Where a file's keys may be those of several classes, the first of these counts.
@@ -300,7 +300,7 @@ class TransformersEncoder(Source):
         if f"{decoder}.bias" in tensors:
             tensors.setdefault(self.lm_bias, tensors[f"{decoder}.bias"])
         for copy, first in ((f"{decoder}.weight", table), (f"{decoder}.bias", self.lm_bias)):
-            if first in tensors and not _hold_same_values(tensors.setdefault(copy, tensors[first]), tensors[first]):
+            if first in tensors and not hold_same_values(tensors.setdefault(copy, tensors[first]), tensors[first]):
                 raise ConversionError(
                     f"{copy} is not the copy of {first} that it must be: the embeddings are untied, which the head "
                     f"masked_lm cannot express. Convert the model without its head, as {plain}."
@@ -309,24 +309,24 @@ class TransformersEncoder(Source):
     def _resolve(self, description: Config) -> tuple[dict[str, Any], Task]:
         """Return the configuration under BERT's names, with all defaults, and the task of its class; or raise an error."""
         if absent := [self._name(key) for key in _SIZES if not isinstance(self._read(description, key), int)]:
-            raise self._make_error(join_names(absent), "none", "integers in the configuration")
+            raise self.make_error(join_names(absent), "none", "integers in the configuration")
         config = {key: self._read(description, key) for key in (*_SIZES, *_DEFAULTS)}
         config["embedding_size"] = description.get("embedding_size", config["hidden_size"])
         config["pad_token_id"] = description.get("pad_token_id", self.padding)
         config["add_pooling_layer"] = self.has_pooler and description.get("add_pooling_layer", True)
         for key, allowed in _ALLOWED.items():
             if description.get(key) not in allowed:
-                raise self._make_error(key, description[key], f"{allowed[0]!r}")
+                raise self.make_error(key, description[key], f"{allowed[0]!r}")
         if self.counts_after_padding and config["pad_token_id"] is None:
-            raise self._make_error("pad_token_id", None, "an id; positions are counted from it")
+            raise self.make_error("pad_token_id", None, "an id; positions are counted from it")
         act = config["hidden_act"]
         if act not in ACTIVATIONS:
             allowed_acts = f"{join_names(sorted(ACTIVATIONS))}.{did_you_mean(str(act), ACTIVATIONS)}"
-            raise self._make_error(self._name("hidden_act"), act, allowed_acts)
+            raise self.make_error(self._name("hidden_act"), act, allowed_acts)
         config["hidden_act"] = ACTIVATIONS[act]
         task = self._find_task(description)
         if self._scores_ids(task) and description.get("tie_word_embeddings", True) is False:
-            raise self._make_error("tie_word_embeddings", False, "true, with the head masked_lm")
+            raise self.make_error("tie_word_embeddings", False, "true, with the head masked_lm")
         return config, task
 
     def _name(self, key: str) -> str:
@@ -342,13 +342,8 @@ class TransformersEncoder(Source):
         tasks: dict[str, Task] = {f"{stem}{task}": task for task in get_args(Task) if task == "Model" or task in self.heads}
         name = (description.get("architectures") or [f"{stem}Model"])[0]
         if name not in tasks:
-            raise self._make_error("architectures", name, f"{join_names(sorted(tasks))}.{did_you_mean(str(name), tasks)}")
+            raise self.make_error("architectures", name, f"{join_names(sorted(tasks))}.{did_you_mean(str(name), tasks)}")
         return tasks[name]
-
-    def _make_error(self, key: str, received: object, allowed: str) -> ConversionError:
-        return ConversionError(
-            f"{self.name}: {key} cannot be converted. Received: {received!r}. Allowed: {allowed.rstrip('.')}. {IN_PLACE}"
-        )
 
 
 def _count_labels(config: Config) -> int:
@@ -356,5 +351,6 @@ def _count_labels(config: Config) -> int:
     return int(config.get("num_labels") or len(config.get("id2label") or "ab"))
 
 
-def _hold_same_values(left: Tensor, right: Tensor) -> bool:
+def hold_same_values(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors that are to be one have the same values, as far as they have any."""
     return left.is_meta or right.is_meta or (left.shape == right.shape and torch.equal(left, right))

@@ -7,15 +7,15 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping, rename, rename_module
-from revzoo.conversion.sources.base import IN_PLACE, Source, Tensors, find_mlp_ratio
-from revzoo.conversion.sources.transformers_base import ACTIVATIONS, Config
-from revzoo.errors import ConversionError, join_names
+from revzoo.conversion.sources.base import Source, Tensors, find_mlp_ratio
+from revzoo.conversion.sources.transformers_base import ACTIVATIONS, Config, hold_same_values
+from revzoo.errors import join_names
 
+_Parts = tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, int, int]
 _EPS = {1e-5: "_1e-5", 1e-6: ""}  # ends of the names of norms
 
 
@@ -27,12 +27,16 @@ class TransformersDecoder(Source):
         network_class: of Transformers.
         prefix: what the keys of all but the head begin with.
         table: their table of embeddings, of which the head's weight may be a copy.
+        is_tied: whether it is one, if the configuration does not say it.
+        fixed: settings that a spec does not have, with the values that it stands for.
     """
 
     model_type: ClassVar[str]
     network_class: ClassVar[str]
     prefix: ClassVar[str]
     table: ClassVar[str]
+    is_tied: ClassVar[bool]
+    fixed: ClassVar[Mapping[str, Any]]
 
     def handles(self, description: Any) -> bool:
         """Return whether this is a configuration of the family."""
@@ -51,8 +55,8 @@ class TransformersDecoder(Source):
         table = named.get(self.table)
         if self._is_tied(description) and table is not None:
             head = named.setdefault("lm_head.weight", table)
-            if not (head.is_meta or table.is_meta or torch.equal(head, table)):
-                raise self._make_error("tie_word_embeddings", True, "false, where lm_head has other values than the embeddings")
+            if not hold_same_values(head, table):
+                raise self.make_error("tie_word_embeddings", True, "false, where lm_head has other values than the embeddings")
         rates = {key: rate for key, rate in description.items() if key.endswith(("_pdrop", "attention_dropout")) and rate}
         return named, [f"Dropout is left out: {join_names(list(rates))}."] if rates else []
 
@@ -66,6 +70,8 @@ class TransformersDecoder(Source):
         Raises: ConversionError: another class, or a setting that a spec cannot express.
         """
         self._require("architectures", description["architectures"], [[self.network_class]])
+        for key, value in self.fixed.items():
+            self._require(key, description.get(key, value), [value])
         stem, f, g, norm, depth, length = self._describe(description)
         vocabulary, width = description["vocab_size"], stem["width"]
         return {
@@ -100,20 +106,19 @@ class TransformersDecoder(Source):
         return [*ends, *self._map_blocks(description)]
 
     @abstractmethod
-    def _describe(self, config: Config) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, int, int]:
+    def _describe(self, config: Config) -> _Parts:
         """Return what is the family's own: stem, f and g without norms, the norm, depth and length."""
 
     @abstractmethod
     def _map_blocks(self, config: Config) -> Iterator[TensorMapping]:
         """Yield the mapping of every tensor but embeddings of ids and the head."""
 
-    @abstractmethod
     def _is_tied(self, config: Config) -> bool:
-        """Return whether the head's weight is the table of embeddings."""
+        return bool(config.get("tie_word_embeddings", self.is_tied))
 
     def _require(self, key: str, value: object, allowed: list[Any]) -> None:
         if value not in allowed:
-            raise self._make_error(key, value, " or ".join(map(repr, allowed)))
+            raise self.make_error(key, value, " or ".join(map(repr, allowed)))
 
     def _find_norm(self, key: str, norm: str, eps: float) -> str:
         self._require(key, eps, list(_EPS))
@@ -123,22 +128,16 @@ class TransformersDecoder(Source):
         self._require(key, act, list(ACTIVATIONS))
         return ACTIVATIONS[act]
 
-    def _make_error(self, key: str, received: object, allowed: str) -> ConversionError:
-        return ConversionError(
-            f"{self.name}: {key} cannot be converted. Received: {received!r}. Allowed: {allowed}. {IN_PLACE}"
-        )
-
 
 class TransformersGPT2(TransformersDecoder):
     """Convert GPT2LMHeadModel; its one matrix for queries, keys and values stays one, transposed."""
 
     name = "Transformers GPT-2"
     model_type, network_class, prefix, table = "gpt2", "GPT2LMHeadModel", "transformer.", "transformer.wte.weight"
+    is_tied = True
+    fixed: ClassVar = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
-    def _describe(self, config: Config) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, int, int]:
-        self._require("scale_attn_weights", config.get("scale_attn_weights", True), [True])
-        self._require("scale_attn_by_inverse_layer_idx", config.get("scale_attn_by_inverse_layer_idx", False), [False])
-        self._require("add_cross_attention", config.get("add_cross_attention", False), [False])
+    def _describe(self, config: Config) -> _Parts:
         width = config["n_embd"]
         act = self._find_act("activation_function", config.get("activation_function", "gelu_new"))
         norm = self._find_norm("layer_norm_epsilon", "layer_norm", config.get("layer_norm_epsilon", 1e-5))
@@ -159,21 +158,18 @@ class TransformersGPT2(TransformersDecoder):
                 yield rename(f"{ours}.{ours_name}.bias", f"{theirs}.{name}.bias")
         yield from rename_module("head.norm", "transformer.ln_f")
 
-    def _is_tied(self, config: Config) -> bool:
-        return bool(config.get("tie_word_embeddings", True))
-
 
 class TransformersLlama(TransformersDecoder):
     """Convert LlamaForCausalLM, with plain rotary positions or those of Llama 3."""
 
     name = "Transformers Llama"
     model_type, network_class, prefix, table = "llama", "LlamaForCausalLM", "model.", "model.embed_tokens.weight"
+    is_tied = False
+    fixed: ClassVar = {"attention_bias": False, "mlp_bias": False}
 
-    def _describe(self, config: Config) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, int, int]:
+    def _describe(self, config: Config) -> _Parts:
         width, heads = config["hidden_size"], config["num_attention_heads"]
         self._require("head_dim", config.get("head_dim") or width // heads, [width // heads])
-        for key in ("attention_bias", "mlp_bias"):
-            self._require(key, config.get(key, False), [False])
         # Transformers 5 has one mapping; before, the base stood apart, and plain positions had no mapping.
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -212,6 +208,3 @@ class TransformersLlama(TransformersDecoder):
             ):  # fmt: skip
                 yield rename(f"{ours}.{ours_name}.weight", f"{theirs}.{name}.weight")
         yield rename("head.norm.weight", "model.norm.weight")
-
-    def _is_tied(self, config: Config) -> bool:
-        return bool(config.get("tie_word_embeddings", False))

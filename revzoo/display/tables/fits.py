@@ -22,8 +22,9 @@ def tabulate_fits(answer: Fits, rates: Mapping[str, float] | None = None) -> Gro
     largest = {"batch": "largest batch", "tokens": "longest text"}[answer.unit]
     headings: tuple[str, ...] = "training step", "kept for backward", "peak", "fits", "work", largest
     rows = [_list_cells(answer, method) for method in answer.methods if not method.problem]
-    if rates:
-        headings, rows = (*headings, "tokens/s"), [(*row, f"{rates[row[0]]:,.0f}") for row in rows]
+    if rates:  # in 80 columns names stay whole
+        headings = (headings[0], "kept for\nbackward", *headings[2:], "tokens/s")
+        rows = [(*row, f"{rates[row[0]]:,.0f}") for row in rows]
     table = fill(make_table(), headings, rows)
     problems = [escape(f"{method.name}: not counted. {method.problem}.") for method in answer.methods if method.problem]
     return Group(table, *problems, f"A step may take {format_bytes(answer.limit_bytes)}, nine tenths of {answer.card}.")
