@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from revzoo.analysis.dry_run import LossFunction, call, compute_loss, in_mode, isolated
 from revzoo.dtype import HALF
 from revzoo.errors import ConversionError, InputError, UnknownNameError
+from revzoo.runtime.chunked_loss import require_chunk
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.lazy_logits import LazyLogits, WholeLogitsWarning
 from revzoo.runtime.ownership import ModuleReference
@@ -40,11 +41,13 @@ def chunk_loss_(
         loss: computes the loss from what the model returns. None: its `loss`.
         chunk: tokens at a time; None: at most 256 MiB, see `chunked_loss`.
     Raises:
-        UnknownNameError: no module of this path. InputError: no head, or one whose loss is in chunks already.
+        UnknownNameError: no module of this path. InputError: no head, one whose loss is in chunks already, or a chunk that is no
+            positive integer.
         ConversionError: the batch gives another loss or gradient, or the network does something else with its logits, which is
             named. The network is then as it was.
     Cost: as `chunked_loss`.
     """
+    require_chunk(chunk)
     module = _find_head(model, head)
     if get_chunked_head(module) is not None:
         raise InputError(f"The loss of this {type(model).__name__} is in chunks already. Received: chunk_loss_ again.")
