@@ -41,8 +41,8 @@ def chunk_loss_(
         loss: computes the loss from what the model returns. None: its `loss`.
         chunk: tokens at a time; None: at most 256 MiB, see `chunked_loss`.
     Raises:
-        UnknownNameError: no module of this path. InputError: no head, one whose loss is in chunks already, or a chunk that is no
-            positive integer.
+        UnknownNameError: no module of this path. InputError: no head, one whose loss is in chunks already, or a chunk that
+            is no positive integer.
         ConversionError: the batch gives another loss or gradient, or the network does something else with its logits, which is
             named. The network is then as it was.
     Cost: as `chunked_loss`.

@@ -201,9 +201,9 @@ def _find_leaves(out: Tensor) -> list[Tensor]:
 
 def _refuse_outer() -> InputError:
     return InputError(
-        "A head uses parameters, and hidden states only as they are given to it. Received: a head or loss with a tensor that was "
-        "computed outside and needs a gradient, which every chunk would want. Compute it inside of the head, detach it, or take "
-        "reduction='none' and the mean of that, which runs the head once more in backward."
+        "A head uses parameters, and hidden states only as they are given to it. Received: a head or loss with a tensor that "
+        "was computed outside and needs a gradient, which every chunk would want. Compute it inside of the head, detach it, or "
+        "take reduction='none' and the mean of that, which runs the head once more in backward."
     )
 
 

@@ -224,6 +224,16 @@ def test_nothing_is_lost_in_silence():
     torch.optim.SGD(model.parameters(), 0.1).step()
     with pytest.raises(InputError, match="after the weights have changed"), pytest.warns(WholeLogitsWarning):
         logits.argmax(-1)
+    logits, _ = model(ids)
+    same, copy = logits.float(), logits.clone()
+    with pytest.warns(WholeLogitsWarning, match="div_"):
+        copy /= 2
+    shift(model, same, ids)
+    with pytest.warns(WholeLogitsWarning, match="div_"):
+        logits /= 2
+    shift(model, logits, ids)
+    with pytest.raises(InputError, match="were written into"):
+        shift(model, same, ids)
 
 
 def test_refusals():
@@ -232,6 +242,8 @@ def test_refusals():
         revzoo.chunk_loss_(model, "lm_heat")
     with pytest.raises(InputError, match="Name it"):
         revzoo.chunk_loss_(nn.Linear(3, 3))
+    with pytest.raises(InputError, match="Received: 0"):
+        revzoo.chunk_loss_(model, chunk=0)
     with pytest.raises(InputError, match="Put labels into the batch"):
         revzoo.chunk_loss_(model, batch=batch["input_ids"])
     model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0].roll(1, 0),))  # outside of what is in chunks

@@ -216,8 +216,8 @@ class _Recorder:
             step = missed[0].module
             if isinstance(step, BlockStep) and step.is_ordinary:
                 raise InputError(
-                    f"With random signs, blocks in evaluation are ordinary and have no modes. Received: {missed[0].name} in eval "
-                    "mode. Plan what you train: model.train()."
+                    f"With random signs, blocks in evaluation are ordinary and have no modes. Received: {missed[0].name} in "
+                    "eval mode. Plan what you train: model.train()."
                 )
             raise InputError(f"{missed[0].name} is not called with this batch. {_ORDER}")
 
