@@ -236,6 +236,17 @@ def test_nothing_is_lost_in_silence():
         shift(model, same, ids)
 
 
+@pytest.mark.filterwarnings("ignore:Everything is stored")
+def test_transforms_of_torch_func_take_the_whole_logits():
+    model, batch = make()
+    _, *expected = differentiate(model, batch)
+    revzoo.chunk_loss_(model, batch=batch, chunk=5)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    gradients = torch.func.grad(lambda p: torch.func.functional_call(model, p, (), batch).loss)(parameters)
+    for a, b in zip(gradients.values(), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_refusals():
     model, batch = make()
     with pytest.raises(UnknownNameError, match="'lm_heat'. Did you mean 'lm_head'"):
