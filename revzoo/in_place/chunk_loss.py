@@ -1,7 +1,7 @@
 """The loss of a language model in chunks, while its own code goes on calling its head and its loss function.
 
 In training the head returns `LazyLogits`. Class, parameters, state-dict keys and configuration stay; in eval mode, without
-gradients and in compiled code the head returns its logits as before.
+gradients, inside torch.func and in compiled code the head returns its logits as before.
 """
 
 import warnings
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from revzoo.analysis.dry_run import LossFunction, call, compute_loss, in_mode, isolated
 from revzoo.dtype import HALF
 from revzoo.errors import ConversionError, InputError, UnknownNameError
+from revzoo.runtime.chunked_loss import require_chunk
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.lazy_logits import LazyLogits, WholeLogitsWarning
 from revzoo.runtime.ownership import ModuleReference
+from revzoo.runtime.transforms import must_store
 
 _TOLERANCE, _TOLERANCE_IN_HALF = 1e-4, 0.05  # of loss and gradients, relative; many networks compute the loss in float32
 
@@ -40,11 +42,13 @@ def chunk_loss_(
         loss: computes the loss from what the model returns. None: its `loss`.
         chunk: tokens at a time; None: at most 256 MiB, see `chunked_loss`.
     Raises:
-        UnknownNameError: no module of this path. InputError: no head, or one whose loss is in chunks already.
+        UnknownNameError: no module of this path. InputError: no head, one whose loss is in chunks already, or a chunk that
+            is no positive integer.
         ConversionError: the batch gives another loss or gradient, or the network does something else with its logits, which is
             named. The network is then as it was.
     Cost: as `chunked_loss`.
     """
+    require_chunk(chunk)
     module = _find_head(model, head)
     if get_chunked_head(module) is not None:
         raise InputError(f"The loss of this {type(model).__name__} is in chunks already. Received: chunk_loss_ again.")
@@ -105,7 +109,8 @@ class ChunkedHead:
         run = self._own_forward or type(module).forward.__get__(module)
         others = [a for a in (*args, *kwargs.values()) if a is not None]
         is_trained = hidden.requires_grad or any(p.requires_grad for p in module.parameters())
-        if others or not (module.training and torch.is_grad_enabled() and is_trained) or hidden.dim() < 2 or is_exporting():
+        is_lazy = module.training and torch.is_grad_enabled() and is_trained and hidden.dim() >= 2 and not others
+        if not is_lazy or is_exporting() or must_store():
             logits: Tensor = run(hidden, *args, **kwargs)
             return logits
         self.calls += 1

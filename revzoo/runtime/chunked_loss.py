@@ -61,9 +61,10 @@ def chunked_loss(
         chunk: tokens at a time. None: so many that their logits in float32, and what cross-entropy keeps of them, take 256 MiB.
     Raises:
         InputError: shapes that do not fit, a loss of another shape, a chunk that is no positive integer, a head that processes
-            divide, or a second derivative.
+            divide, several chunks of a head that uses a tensor computed outside which needs a gradient, or a second derivative.
     Cost: forward holds, beside a chunk, the gradient of the hidden states, and that of the head's parameters (in float32 where
-        they are in half precision). FLOPs are those of the ordinary loss; with "none" the head runs once more in backward.
+        they are in half precision). FLOPs are those of the ordinary loss; with "none" the head runs once more in backward. The
+        host waits for a GPU once, to know how many labels count.
     Source: Liger (arXiv:2410.10989) computes gradients in forward, too; Cut Cross-Entropy (arXiv:2411.09009).
     """
     _require(head, hidden, labels, reduction, chunk)
@@ -161,9 +162,16 @@ class _Gradients:
             losses = run(x.view_as(x), y)  # hooks of modules, as FlopCounterMode has them, fail at a leaf
         if losses.requires_grad:
             leaves = [leaf for leaf in _find_leaves(losses) if leaf is not x]
+            if any(leaf is hidden for leaf in leaves):
+                raise _refuse_outer()
             inputs = [*([x] if x.requires_grad else []), *leaves]
             with _no_hooks(leaves), torch.autocast(losses.device.type, enabled=False):  # backward belongs outside of it
-                parts = torch.autograd.grad(losses, inputs, torch.ones_like(losses))
+                try:
+                    parts = torch.autograd.grad(losses, inputs, torch.ones_like(losses))
+                except RuntimeError as error:
+                    if "the graph a second time" not in str(error):
+                        raise
+                    raise _refuse_outer() from error
             if x.requires_grad:
                 if hidden not in self.sums:
                     self.sums[hidden] = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
@@ -189,6 +197,14 @@ def _find_leaves(out: Tensor) -> list[Tensor]:
                 leaves.append(leaf)
             waiting += [following for following, _ in node.next_functions]
     return leaves
+
+
+def _refuse_outer() -> InputError:
+    return InputError(
+        "A head uses parameters, and hidden states only as they are given to it. Received: a head or loss with a tensor that "
+        "was computed outside and needs a gradient, which every chunk would want. Compute it inside of the head, detach it, or "
+        "take reduction='none' and the mean of that, which runs the head once more in backward."
+    )
 
 
 @contextmanager
@@ -246,9 +262,14 @@ def _require(head: Any, hidden: Tensor, labels: Tensor, reduction: str, chunk: A
         )
     if reduction not in ("mean", "sum", "none"):
         raise InputError(f"reduction is 'mean', 'sum' or 'none'. Received: {reduction!r}.")
+    require_chunk(chunk)
+    require_undivided(hidden, *(head.parameters() if isinstance(head, nn.Module) else ()))
+
+
+def require_chunk(chunk: Any) -> None:
+    """Raise InputError unless a chunk is None or a number of tokens."""
     if chunk is not None and not (type(chunk) is int and chunk >= 1):
         raise InputError(f"chunk is a number of tokens, an integer >= 1. Received: {chunk!r}.")
-    require_undivided(hidden, *(head.parameters() if isinstance(head, nn.Module) else ()))
 
 
 def require_undivided(*tensors: Tensor) -> None:

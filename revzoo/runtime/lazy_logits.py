@@ -58,6 +58,8 @@ class LazyLogits(Tensor):
     _lazy: "tuple[Head, Tensor, Tensor, nn.Module, int | None, bool]"
     _made: Tensor | None
     _versions: list[int]
+    _writes: list[int]  # how often something was written into these logits or others that share their numbers
+    _seen: int  # of them, by these logits
 
     def __new__(
         cls, head: Head, hidden: Tensor, sample: Tensor, module: nn.Module, chunk: int | None, is_turned: bool = False
@@ -72,6 +74,7 @@ class LazyLogits(Tensor):
         self: Self = _Unmade.apply(torch.empty(0, requires_grad=True), make)
         self._lazy, self._made = (head, hidden, sample, module, chunk, is_turned), None
         self._versions = _count_changes(module)
+        self._writes, self._seen = [0], 0
         return self
 
     @property
@@ -104,12 +107,19 @@ class LazyLogits(Tensor):
                 return func(*args, **kwargs)
         logits = args[0] if args and isinstance(args[0], LazyLogits) else next(_find_lazy((args, kwargs)), None)
         assert logits is not None
+        if logits._seen != logits._writes[0]:
+            raise InputError(
+                "Logits that chunk_loss_ leaves out share no memory. Received: a use of some after others, of which they are a "
+                "view or the reverse, were written into. Take the view afterwards, or write into a clone."
+            )
         if logits._made is None:
             if func is F.cross_entropy:
                 recorded: Tensor | None = _compute_loss(*args, **kwargs)
             else:
                 recorded = _record(logits, func, name, args, kwargs)
             if recorded is not None:
+                if isinstance(recorded, LazyLogits) and recorded._lazy[2] is logits._lazy[2]:  # the same numbers
+                    recorded._writes, recorded._seen = logits._writes, logits._seen
                 return recorded
             warnings.warn(
                 f"The whole logits are made, {tuple(logits.shape)} in {str(logits.dtype).removeprefix('torch.')}: "
@@ -118,6 +128,9 @@ class LazyLogits(Tensor):
                 WholeLogitsWarning,
                 stacklevel=2,
             )
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            logits._writes[0] += 1
+            logits._seen = logits._writes[0]
         args, kwargs = map_tensors(lambda t: t.make() if isinstance(t, LazyLogits) else t, (list(args), kwargs))
         return func(*args, **kwargs)
 

@@ -40,6 +40,8 @@ def make(kind: str, blocks: int) -> nn.Module:
     if mode in ("plain", "checkpoint"):
         return Loop(make_steps(blocks), mode == "checkpoint").cuda()
     coupling: Any = momentum(kept_bits=8, gain=1.0) if "kept" in options else "additive"
+    if "signs" in options:
+        coupling = momentum(kept_bits=1, gain=1.0, sign="random")
     chain = make_transformer(blocks, coupling, exact="exact" in options, lookahead=int("ahead" in options))
     chain.schedule = mode
     return chain
@@ -78,6 +80,7 @@ KERNELS = {  # of PyTorch 2.14, in float32, and under autocast, which casts the 
     "invert ahead": (6, 10),
     "invert exact": (12, 18),
     "invert kept": (26, 32),
+    "invert kept signs": (55, 59),
 }
 
 
@@ -101,7 +104,17 @@ def test_the_fingerprint_of_a_state_takes_one_kernel():
     assert counts[True] == counts[False]  # after the first two rounds
 
 
-MODES = ["store", "selective", "recompute", "invert", "invert ahead", "recompute ahead", "invert exact", "invert kept"]
+MODES = [
+    "store",
+    "selective",
+    "recompute",
+    "invert",
+    "invert ahead",
+    "recompute ahead",
+    "invert exact",
+    "invert kept",
+    "invert kept signs",
+]
 
 
 @pytest.mark.counts
@@ -111,8 +124,19 @@ def test_a_training_step_copies_once_to_the_host_and_waits_for_nothing(kind, aut
     with set_tripwire("always"):
         counts = count(kind, 3, autocast)
     # The fingerprints of all steps travel together, on a grid in two dtypes, and so do the ranges of all states.
-    assert counts["copy_to_host"] == {"store": 0, "invert exact": 3, "invert kept": 3}.get(kind, 1)
+    assert counts["copy_to_host"] == {"store": 0, "invert exact": 3, "invert kept": 3, "invert kept signs": 3}.get(kind, 1)
     assert counts["copy_to_device"] == counts.waits == 0
+
+
+@pytest.mark.counts
+def test_a_loss_in_chunks_waits_once():
+    """For the number of labels that count."""
+    head, hidden = nn.Linear(WIDTH, 99, device="cuda"), torch.randn(4, 50, WIDTH, device="cuda", requires_grad=True)
+    labels = torch.zeros(4, 50, dtype=torch.int64, device="cuda")
+    for _ in range(2):
+        counts = stub.Counts()
+        revzoo.chunked_loss(head, hidden, labels, chunk=40).backward()
+    assert (counts.waits, counts["copy_to_host"], counts["copy_to_device"]) == (1, 1, 0)
 
 
 @pytest.fixture

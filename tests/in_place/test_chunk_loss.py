@@ -224,6 +224,27 @@ def test_nothing_is_lost_in_silence():
     torch.optim.SGD(model.parameters(), 0.1).step()
     with pytest.raises(InputError, match="after the weights have changed"), pytest.warns(WholeLogitsWarning):
         logits.argmax(-1)
+    logits, _ = model(ids)
+    same, copy = logits.float(), logits.clone()
+    with pytest.warns(WholeLogitsWarning, match="div_"):
+        copy /= 2
+    shift(model, same, ids)
+    with pytest.warns(WholeLogitsWarning, match="div_"):
+        logits /= 2
+    shift(model, logits, ids)
+    with pytest.raises(InputError, match="were written into"):
+        shift(model, same, ids)
+
+
+@pytest.mark.filterwarnings("ignore:Everything is stored")
+def test_transforms_of_torch_func_take_the_whole_logits():
+    model, batch = make()
+    _, *expected = differentiate(model, batch)
+    revzoo.chunk_loss_(model, batch=batch, chunk=5)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    gradients = torch.func.grad(lambda p: torch.func.functional_call(model, p, (), batch).loss)(parameters)
+    for a, b in zip(gradients.values(), expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_refusals():
@@ -232,6 +253,8 @@ def test_refusals():
         revzoo.chunk_loss_(model, "lm_heat")
     with pytest.raises(InputError, match="Name it"):
         revzoo.chunk_loss_(nn.Linear(3, 3))
+    with pytest.raises(InputError, match="Received: 0"):
+        revzoo.chunk_loss_(model, chunk=0)
     with pytest.raises(InputError, match="Put labels into the batch"):
         revzoo.chunk_loss_(model, batch=batch["input_ids"])
     model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0].roll(1, 0),))  # outside of what is in chunks

@@ -70,6 +70,13 @@ def test_a_grid_that_changes_the_function_in_training_is_warned_of():
     assert report.similarity.least_cosine == pytest.approx(1, abs=1e-6)
 
 
+def test_a_plan_is_one_of_training():
+    model = llama(3)
+    revzoo.reversible_(model, batch=TEXT, **ONE_BIT)
+    with pytest.raises(InputError, match=r"model\.layers\.0 in eval mode.*model\.train\(\)"):
+        revzoo.plan(model.eval(), TEXT, "1MiB", loss=lambda outputs: outputs.logits.sum())
+
+
 def test_a_frozen_block_in_eval_mode_stands_between_two_chains():
     toy = Toy()
     revzoo.reversible_(toy, **ONE_BIT)

@@ -227,3 +227,25 @@ def test_refusals():
         revzoo.chunked_loss(head, hidden, labels, chunk=0)
     with pytest.raises(InputError, match="create_graph=True"):
         torch.autograd.grad(revzoo.chunked_loss(head, hidden, labels), hidden, create_graph=True)
+
+
+def test_what_is_computed_outside_of_the_head_has_its_gradient_once_or_none():
+    """Each chunk would differentiate it."""
+    _, hidden, labels = make()
+    table = torch.randn(VOCABULARY, WIDTH, dtype=torch.float64, requires_grad=True)
+
+    def differentiate_(loss):
+        table.grad = hidden.grad = None
+        scaled = table.tanh()
+        loss(lambda x: x @ scaled.T).backward()
+        return table.grad, hidden.grad
+
+    with pytest.raises(InputError, match="computed outside"):
+        differentiate_(lambda head: revzoo.chunked_loss(head, hidden, labels, chunk=40))
+    received = differentiate_(lambda head: revzoo.chunked_loss(head, hidden, labels, chunk=40, reduction="none").sum())
+    expected = differentiate_(lambda head: ordinary(head, hidden, labels, reduction="sum"))
+    for a, b in zip(received, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    rows = hidden.detach().flatten(0, 1).requires_grad_()
+    with pytest.raises(InputError, match="computed outside"):
+        revzoo.chunked_loss(lambda x: x @ rows.T, rows, torch.arange(len(rows)))

@@ -213,6 +213,12 @@ class _Recorder:
     def require_all_called(self) -> None:
         """Raise InputError if the forward is over before all units have been called."""
         if missed := self._units[len(self._trace.inputs) :]:
+            step = missed[0].module
+            if isinstance(step, BlockStep) and step.is_ordinary:
+                raise InputError(
+                    f"With random signs, blocks in evaluation are ordinary and have no modes. Received: {missed[0].name} in "
+                    "eval mode. Plan what you train: model.train()."
+                )
             raise InputError(f"{missed[0].name} is not called with this batch. {_ORDER}")
 
     def _require_place(self, unit: int, pair: Storages) -> None:
