@@ -31,8 +31,9 @@ LONG = {
     *("README.md", "convert.md", "distributed.md", "fits.md", "gpt.md", "planning.md", "start.md", "sweeps.md"),
     "training.md",
 }
-# Typed in tests/walks, where somebody looks at what is printed: the README's commands, and these sections.
+# Typed in tests/walks, where somebody looks at what is printed: the README's commands, and these sections. With TRL: tests/in_place.
 WALKED = {
+    "language.md": ("With TRL and LoRA",),
     "start.md": ("Look around",),
     "training.md": ("Your own images", "Use what was trained", "Watch, and stop early", "Texts"),
 }
