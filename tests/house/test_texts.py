@@ -31,9 +31,9 @@ LONG = {
     *("README.md", "convert.md", "distributed.md", "fits.md", "gpt.md", "planning.md", "start.md", "sweeps.md"),
     "training.md",
 }
-# Typed in tests/walks, where somebody looks at what is printed: the README's commands, and these sections. With TRL: tests/in_place.
+# Typed in tests/walks, where somebody looks at what is printed: the README's commands, and these sections.
 WALKED = {
-    "language.md": ("With TRL and LoRA",),
+    "language.md": ("With TRL and LoRA",),  # run by tests/in_place/test_trainers.py
     "start.md": ("Look around",),
     "training.md": ("Your own images", "Use what was trained", "Watch, and stop early", "Texts"),
 }
