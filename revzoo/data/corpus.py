@@ -90,7 +90,7 @@ def read_files(root: Path) -> list[bytes]:
     """
     files = sorted(root.rglob("*.txt")) if root.is_dir() else [root]
     if not files:
-        raise DataError(f"{root} has no .txt files. Set data.root to a text file, a folder of them or a table.")
+        raise DataError(f"{root} has no .txt files. Set data.root to a text file, a folder of .txt files, or a table.")
     return [read_utf8(file) for file in files]
 
 

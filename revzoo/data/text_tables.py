@@ -29,7 +29,8 @@ def read_texts(root: Path, column: str, label: str | None) -> tuple[Texts, Texts
 
     Args:
         root: a folder with train.csv (or .tsv, .jsonl, .json, .parquet) and val.csv (or another of the names in `SPLITS`); or
-            one file, where every tenth row of each label is for validation; or a folder of `save_to_disk`.
+            one file, where every tenth row of each label is for validation; or a folder of `save_to_disk`, of one split or
+            two.
         column: name of the column that holds the texts.
         label: name of the column that holds the labels; None: read no labels.
 
@@ -37,9 +38,10 @@ def read_texts(root: Path, column: str, label: str | None) -> tuple[Texts, Texts
         DataError: something is missing, empty or unreadable.
     """
     if is_saved_dataset(root):
-        first, second = (check_columns(source, rows[:], column, label) for rows, source in read_splits(root))
-        return first, second
-    train, *others = (read_table(file, column, label) for file in list_tables(root))
+        splits = read_splits(root, is_one_enough=True)
+        train, *others = (check_columns(source, rows[:], column, label) for rows, source in splits)
+    else:
+        train, *others = (read_table(file, column, label) for file in list_tables(root))
     return (train, others[0]) if others else train.split()
 
 
@@ -48,8 +50,8 @@ def is_saved_dataset(root: Path) -> bool:
     return any((root / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
-def read_splits(root: Path) -> list[tuple[Any, str]]:
-    """Return the rows for training and for validation, and what each split is called in messages."""
+def read_splits(root: Path, is_one_enough: bool = False) -> list[tuple[Any, str]]:
+    """Return the rows for training and for validation, or of the only split, and what each split is called in messages."""
     with explain_missing("datasets", "Data sets of Hugging Face"):
         import datasets
     try:
@@ -60,6 +62,8 @@ def read_splits(root: Path) -> list[tuple[Any, str]]:
         raise DataError(f"{root} cannot be read as a data set of Hugging Face ({shorten(error)}).") from error
     splits = loaded if isinstance(loaded, dict) else {"without a split": loaded}
     names = {split: next((name for name in SPLITS[split] if name in splits), None) for split in SPLITS}
+    if is_one_enough and len(splits) == 1:
+        names = {"train": next(iter(splits))}
     for split, name in names.items():
         if name is None:
             raise DataError(

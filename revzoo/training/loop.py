@@ -269,6 +269,8 @@ def _describe_end(run: Run, seconds: float) -> str:
     """Return how long training took, and what to type next."""
     folder, is_classifier = quote(run.folder.path), run.data.num_classes is not None
     predict = f"revzoo predict {folder} FILES, " if is_classifier else ""
+    if run.recipe.data.name == "causal_lm":
+        predict = f'revzoo generate {folder} "A text", '
     took = timedelta(seconds=round(seconds))
     return f"{took} in all. Next: revzoo eval {folder}, {predict}revzoo export {folder} --onnx FILE"
 

@@ -63,9 +63,9 @@ def load_classifier(source: str, device: torch.device | str) -> Model:
         outputs = model(model.example_input(1, device))
     if outputs.dim() != 2 or not model.num_classes:
         raise InputError(
-            f"{source} has the head {model.spec.head.type}, which predicts no classes of a whole example. Fine-tune it on "
-            f"labelled texts first: revzoo train finetune {quote(f'model={source}')} data.name=text_classification "
-            "data.root=TABLE.csv."
+            f"{source} has the head {model.spec.head.type}, which predicts no classes of a whole example. A causal "
+            "language model continues texts: revzoo generate. For classes fine-tune it on labelled texts first: revzoo train "
+            f"finetune {quote(f'model={source}')} data.name=text_classification data.root=TABLE.csv."
         )
     return model
 

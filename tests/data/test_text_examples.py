@@ -45,6 +45,13 @@ def test_documents_are_packed_with_the_end_of_a_text_between_them(tmp_path, tabl
     encode = lambda text: reader.encode(text, add_special_tokens=False).ids  # noqa: E731
     ids = data.test.dataset.text.tolist()
     assert ids == (([*encode("a test text"), 2, *encode("a dog"), 2]) * 9)[:-1]  # 2 is </s>
+    rows = datasets.Dataset.from_dict({"text": [f"this is text number {i}" for i in range(30)]})
+    rows.save_to_disk(tmp_path / "one")  # every tenth row is held out
+    rows.to_csv(tmp_path / "one.csv")
+    one, csv = (load_data(options("causal_lm", tmp_path / name, batch_size=1), BYTES, 0) for name in ("one", "one.csv"))
+    assert [each.dataset.list_contents() for each in (one.train, one.test)] == [
+        each.dataset.list_contents() for each in (csv.train, csv.test)
+    ]
     for name, rows in table.items():
         datasets.Dataset.from_dict(rows).to_parquet(tables / f"{name}.parquet")
         (tables / ("train.csv" if name == "train" else "test.jsonl")).unlink()

@@ -22,7 +22,7 @@ def test_it_runs(notebook, tmp_path):
 
 
 def test_every_cell_shows_what_it_does():
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5
     for notebook in EXAMPLES:
         cells = json.loads(notebook.read_text())["cells"]
         assert sum(bool(cell["outputs"]) for cell in cells if cell["cell_type"] == "code") >= 3

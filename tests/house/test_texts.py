@@ -33,6 +33,7 @@ LONG = {
 }
 # Typed in tests/walks, where somebody looks at what is printed: the README's commands, and these sections.
 WALKED = {
+    "language.md": ("With TRL and LoRA",),  # run by tests/in_place/test_trainers.py
     "start.md": ("Look around",),
     "training.md": ("Your own images", "Use what was trained", "Watch, and stop early", "Texts"),
 }

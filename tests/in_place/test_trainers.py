@@ -1,6 +1,9 @@
 """Reversible blocks in trainers with their default arguments: weights, to the bit, as if everything were stored."""
 
 import copy
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +78,47 @@ def test_trainers_that_switch_checkpointing_on(make, tmp_path):
         weights.append({name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad})
     assert_equal(weights[1], weights[0])
     assert not any(name in before and torch.equal(weight, before[name]) for name, weight in weights[0].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [False, True])  # of chunk_loss_, besides those of TRL
+def test_the_lines_of_the_page(chunks, tmp_path):
+    """With TRL's defaults, LoRA and random signs, weights are those of storing, and what is deployed is an ordinary Llama."""
+    trl, datasets, peft = (pytest.importorskip(name) for name in ("trl", "datasets", "peft"))
+    page = (Path(__file__).parents[2] / "docs" / "language.md").read_text()
+    [lines] = [block for block in re.findall(r"^```python\n(.*?)^```$", page, flags=re.M | re.S) if "SFTTrainer(" in block]
+    train, deploy = lines.split("\n\n")
+    text = datasets.Dataset.from_list([{"text": " ".join(WORDS[i : i + 5])} for i in range(4)])
+    names = {"SFTTrainer": trl.SFTTrainer, "LoraConfig": peft.LoraConfig, "texts": text, "tokenizer": tokenizer()}
+    names |= {"SFTConfig": lambda folder: trl.SFTConfig(**settings(tmp_path / folder)), "batch": {"input_ids": IDS}}
+    weights = []
+    for schedule in ("store", "invert"):
+
+        def reversible(model, mode=schedule, **options):
+            if chunks:
+                revzoo.chunk_loss_(model)
+            revzoo.reversible_(model, **options).chains[0].schedule = mode
+
+        torch.manual_seed(0)
+        names["model"] = llama(pad_token_id=0, bos_token_id=None, eos_token_id=1)
+        exec(train, names | {"revzoo": SimpleNamespace(reversible_=reversible)}, names)
+        weights.append({name: p.detach().clone() for name, p in names["trainer"].model.named_parameters()})
+    assert_equal(weights[1], weights[0])
+    assert all(weight.any() for name, weight in weights[0].items() if "lora_B" in name)
+
+    def ordinary(model):
+        before = model.eval()(IDS).logits
+        revzoo.ordinary_(model)
+        assert torch.equal(model(IDS).logits, before)
+        names["logits"] = before
+
+    exec(deploy, names | {"revzoo": SimpleNamespace(ordinary_=ordinary)}, names)
+    logits = names["llama"](IDS).logits
+    assert torch.allclose(logits, names["logits"], atol=0.01)  # those of bfloat16, which is TRL's default
+    names["llama"].save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(again) is type(names["llama"]) is transformers.LlamaForCausalLM
+    assert torch.equal(again(IDS).logits, logits)
 
 
 @pytest.mark.slow
