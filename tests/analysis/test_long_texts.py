@@ -115,9 +115,7 @@ def test_8b_takes_what_the_formula_says(way):
     ],
 )
 def test_published_bytes_of_checkpoints(blocks, d, tokens, published):
-    few, more = (
-        count_step(tokens, Llama(L, d, d, 64, 8, 8), "checkpointed, chunked loss").after_forward_bytes for L in (2, 3)
-    )
+    few, more = (count_step(tokens, Llama(L, d, d, 64, 8, 8), "checkpointed, chunked loss").after_forward_bytes for L in (2, 3))
     assert blocks * (more - few) == pytest.approx(published, rel=1e-3)
 
 
