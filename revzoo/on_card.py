@@ -124,7 +124,7 @@ def fits(
     ways = {} if own else {name: partial(make_blocks_reversible, **options) for name, options in _REVERSIBLE.items()}
     if not own and loss is None and has_head_of_tokens(model):
         chunked = {"checkpointed": checkpoint_blocks, "random signs": ways["random signs"]}
-        ways |= {name + _CHUNKED: partial(_chunk_loss_and, change) for name, change in chunked.items()}
+        ways |= {name + _CHUNKED: partial(chunk_loss_of, change=change) for name, change in chunked.items()}
     for name, change in ways.items():
         report(f"counting: {name}")
         methods.append(_try(name, partial(count.count_with, name, change, flops)))
@@ -391,20 +391,15 @@ def has_head_of_tokens(model: nn.Module) -> bool:
 
 
 @contextmanager
-def chunk_loss_of(model: nn.Module) -> Iterator[None]:
-    """Let a language model compute its loss in chunks, inside the block alone."""
+def chunk_loss_of(model: nn.Module, change: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext) -> Iterator[None]:
+    """Let a language model compute its loss in chunks, and change it otherwise, inside the block alone."""
     chunk_loss_(model)
     chunked = next(filter(None, map(get_chunked_head, model.modules())))
     try:
-        yield
+        with change(model):
+            yield
     finally:
         chunked.remove()
-
-
-@contextmanager
-def _chunk_loss_and(change: Callable[[nn.Module], AbstractContextManager[None]], model: nn.Module) -> Iterator[None]:
-    with chunk_loss_of(model), change(model):
-        yield
 
 
 def compute_usual_loss(outputs: Any) -> Tensor:
