@@ -28,6 +28,7 @@ from revzoo.errors import BudgetError, ConversionError, InputError, MissingValue
 from revzoo.graph.module_planner import plan_module
 from revzoo.graph.progress import Report, keep_silent
 from revzoo.in_place.block_lists import choose_chains, find_lists
+from revzoo.in_place.chunk_loss import chunk_loss_, get_chunked_head
 from revzoo.in_place.peaks import checkpoint_block
 from revzoo.in_place.reversible import ordinary_, reversible_
 from revzoo.in_place.survey import watched_calls
@@ -38,13 +39,13 @@ from revzoo.planning.planner import solve
 from revzoo.planning.profiling.clock import find_median, make_clock
 from revzoo.planning.profiling.hooks import PlannableModel
 from revzoo.planning.profiling.profile import profile
-from revzoo.runtime.chunked_loss import chunked_loss
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import map_tensors, tensors_in
 
 _MOST = 2**20  # examples or tokens
 _REVERSIBLE: dict[str, dict[str, Any]] = {"reversible": {}, "random signs": {"kept_bits": 1, "sign": "random"}}
+_CHUNKED = ", chunked loss"
 _USUAL_CARD = 24 * 10**9  # RTX 3090 and 4090, L4, A10
 _ROUNDS = 3  # of timed steps
 _COMPARED = {"stored": Mode.STORE, "checkpointed": Mode.RECOMPUTE, "reversible": Mode.INVERT}
@@ -120,11 +121,13 @@ def fits(
         report("planning")
         most_of_others = max(method.largest for method in methods)
         methods.append(_try("planned", partial(_plan, count, stored, memory, most_of_others, report)))
-    if not own:
-        for name, options in _REVERSIBLE.items():
-            report(f"counting: {name}")
-            change = partial(make_blocks_reversible, **options)
-            methods.append(_try(name, partial(count.count_with, name, change, flops)))
+    ways = {} if own else {name: partial(make_blocks_reversible, **options) for name, options in _REVERSIBLE.items()}
+    if not own and loss is None and has_head_of_tokens(model):
+        chunked = {"checkpointed": checkpoint_blocks, "random signs": ways["random signs"]}
+        ways |= {name + _CHUNKED: partial(chunk_loss_of, change=change) for name, change in chunked.items()}
+    for name, change in ways.items():
+        report(f"counting: {name}")
+        methods.append(_try(name, partial(count.count_with, name, change, flops)))
     return replace(answer, fixed_bytes=fixed, methods=tuple(methods))
 
 
@@ -149,53 +152,42 @@ def compare_losses(
         precision: of autocast; None is without.
     Returns: the counts; tokens per second of each method by its name, medians.
     """
-    report = report or keep_silent
-    step, ids = _LossOfTokens(model, precision), model.example_input(size)
+    report, ids = report or keep_silent, model.example_input(size)
     answer = Fits(model.spec.name, size, "batch", _read_card() if card is None else parse_card(card), 0, ())
-    taken, batch = count_optimizer(step, optimizer), (ids, ids.roll(-1, 1))
-    count = _Count(step, batch, 0, size, _MOST, answer.limit_bytes, optimizer, taken, lambda loss: loss)
-    ways = [(name, mode, chunked) for name, mode in _COMPARED.items() for chunked in (False, True)]
-    methods, least, fixed = dict[str, Method](), 0, 0
-    for name, mode, step.is_chunked in ways:
-        name += ", chunked loss" * step.is_chunked
+    taken, limit = count_optimizer(model, optimizer), answer.limit_bytes
+    count = _Count(model, ids, 0, size, _MOST, limit, optimizer, taken, compute_cross_entropy)
+    ways: dict[str, tuple[Mode, Callable[[nn.Module], AbstractContextManager[Any]]]] = {}
+    for name, mode in _COMPARED.items():
+        ways |= {name: (mode, nullcontext), name + _CHUNKED: (mode, chunk_loss_of)}
+    methods, least, fixed = list[Method](), 0, 0
+    for name, (mode, change) in ways.items():
         report(f"counting: {name}")
-        with _in_mode(step, mode):
+        with _in_mode(model, mode), change(model), _autocast(ids, precision):
             memory, flops = count.run(size)
             least = least or flops
-            methods[name] = count.describe(name, memory, flops / least)
+            methods.append(count.describe(name, memory, flops / least))
         fixed = memory.weight_bytes + memory.buffer_bytes + memory.gradient_bytes + memory.optimizer_bytes
     clock, seconds = make_clock(ids.device, elapsed=True), defaultdict[str, list[float]](list)
     for round_ in range(0 if ids.is_meta else _ROUNDS + 1):  # the first warms up
-        for name, (_, mode, step.is_chunked) in zip(methods, ways, strict=True):
+        for name, (mode, change) in ways.items():
             report(f"timing: {name}")
-            with _in_mode(step, mode):
+            with _in_mode(model, mode), change(model):
                 begin = clock.mark()
-                step(*batch).backward()
+                with _autocast(ids, precision):
+                    logits = model(ids)
+                compute_cross_entropy(logits).backward()
+                del logits
                 optimizer.step()
                 optimizer.zero_grad()
                 end = clock.mark()
             if round_:
                 seconds[name].append(clock.measure(begin, end))
     rates = {name: ids.numel() / find_median(samples).seconds for name, samples in seconds.items()}
-    return replace(answer, fixed_bytes=fixed, methods=tuple(methods.values())), rates
+    return replace(answer, fixed_bytes=fixed, methods=tuple(methods)), rates
 
 
-class _LossOfTokens(nn.Module):
-    """A language model and its loss in one, since a chunked loss takes the place of the head.
-
-    Shapes: ids and labels (B, N); returns a number.
-    """
-
-    def __init__(self, model: Model, precision: torch.dtype | None):
-        super().__init__()
-        self.model, self.precision, self.is_chunked = model, precision, False
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        with nullcontext() if self.precision is None else torch.autocast(ids.device.type, self.precision):
-            if self.is_chunked:
-                return chunked_loss(self.model.head, self.model.forward_features(ids), labels)
-            logits = self.model(ids)
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+def _autocast(x: Tensor, precision: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if precision is None else torch.autocast(x.device.type, precision)
 
 
 @dataclass(frozen=True)
@@ -392,12 +384,35 @@ def make_blocks_reversible(model: nn.Module, **options: Any) -> Iterator[None]:
         ordinary_(model)
 
 
+def has_head_of_tokens(model: nn.Module) -> bool:
+    """Return whether a network of Transformers has a head that returns logits of tokens."""
+    find = getattr(model, "get_output_embeddings", None)
+    return callable(find) and isinstance(find(), nn.Module)
+
+
+@contextmanager
+def chunk_loss_of(model: nn.Module, change: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext) -> Iterator[None]:
+    """Let a language model compute its loss in chunks, and change it otherwise, inside the block alone."""
+    chunk_loss_(model)
+    chunked = next(filter(None, map(get_chunked_head, model.modules())))
+    try:
+        with change(model):
+            yield
+    finally:
+        chunked.remove()
+
+
 def compute_usual_loss(outputs: Any) -> Tensor:
     """Return cross-entropy of what are logits, as far as one can tell, or else a sum."""
     logits = getattr(outputs, "logits", outputs)
     dims = (2,) if logits is outputs else (2, 3)
     if not (isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim() in dims):
         return linear_loss(outputs)
+    return compute_cross_entropy(logits)
+
+
+def compute_cross_entropy(logits: Tensor) -> Tensor:
+    """Return the loss of logits (..., V) of classes or tokens, where all labels are 0."""
     logits = logits.flatten(0, -2).float()
     return nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 

@@ -66,7 +66,7 @@ def declare(parser: Parser) -> None:
         "--loss",
         choices=("cross_entropy", "sum"),
         help="what keeps memory for backward after the model: cross_entropy of its outputs, or their sum, which keeps none "
-        "(default: cross_entropy for a classifier or language model of the zoo, else sum)",
+        "(default: cross_entropy for a classifier or language model, else sum)",
     )
     parser.add_argument(
         "--accumulate", action="store_true", help="count the gradients of earlier batches, which a step adds to"
@@ -119,13 +119,13 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
         from revzoo.graph import plan_module
         from revzoo.graph.named_module import create_named_module
         from revzoo.graph.plan_table import tabulate_module_plan
+        from revzoo.on_card import compute_usual_loss
 
         torch.manual_seed(0)
         module, batch = create_named_module(name, arguments.batch)
         optimizer = create_optimizer(arguments.optimizer, module)
-        plan, details = plan_module(
-            module, batch, arguments.budget, optimizer=optimizer, profile=arguments.profile, report=report
-        )
+        settings = {"optimizer": optimizer, "loss": compute_usual_loss, "profile": arguments.profile, "report": report}
+        plan, details = plan_module(module, batch, arguments.budget, **settings)
     if arguments.plot is not None:
         from revzoo.graph.plan_figure import plot_module_plan
 

@@ -15,7 +15,7 @@ class Method:
     """One way to run a training step.
 
     Args:
-        name: "stored", "checkpointed", "inverted", "planned", "reversible" or "random signs".
+        name: "stored", "checkpointed", "inverted", "planned", "reversible", "random signs"; with ", chunked loss" or not.
         kept_bytes: of activations from forward to backward.
         peak_bytes: of all memory together.
         work: FLOPs over those of storing everything.

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import resolve_name
+from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.errors import InputError
 from revzoo.runtime.chunked_loss import chunked_loss, require_undivided
@@ -213,7 +214,8 @@ def _record(logits: LazyLogits, func: Any, name: str, args: tuple[Any, ...], kwa
     if args[0] is not logits or any(isinstance(a, torch.dtype | LazyLogits) for a in args[1:]):
         return None
     if name in _ARRANGING:
-        shape = func(torch.empty(logits.shape, device="meta"), *args[1:], **kwargs).shape
+        with _disable_current_modes():  # those that count bytes would count all logits
+            shape = func(torch.empty(logits.shape, device="meta"), *args[1:], **kwargs).shape
         if shape and shape[-1] == sample.shape[-1]:
             return LazyLogits(head, hidden.reshape(*shape[:-1], hidden.shape[-1]), sample, module, chunk)
     if name == "__getitem__" and (index := _index_tokens(args[1], logits.dim(), sample.shape[-1])) is not None:

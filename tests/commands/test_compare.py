@@ -17,7 +17,7 @@ def compute_loss(logits):
 
 
 def test_rows_are_counts_of_a_step():
-    """Labels are made before it and not within; a chunked loss keeps gradients of its input and weights for logits."""
+    """A chunked loss keeps gradients of its input and weights for logits and labels."""
     model = revzoo.create("rev_gpt_mini", overrides=SMALL, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     answer, times = compare_losses(model, 32, "1MB", optimizer=optimizer)
@@ -30,11 +30,11 @@ def test_rows_are_counts_of_a_step():
     assert list(rows) == [f"{way}{loss}" for way in WAYS for loss in ("", ", chunked loss")]
     counted, _ = measure_modes(model, model.example_input(32), optimizer, loss=compute_loss)
     for way, mode in WAYS.items():
-        assert rows[way].kept_bytes == counted[mode].after_forward_bytes - labels
-        assert rows[way].peak_bytes == counted[mode].peak_bytes + labels
+        assert rows[way].kept_bytes == counted[mode].after_forward_bytes
+        assert rows[way].peak_bytes == counted[mode].peak_bytes
     saved = {rows[way].kept_bytes - rows[f"{way}, chunked loss"].kept_bytes for way in WAYS}
     assert len(saved) == 1
-    assert logits - hidden - weights <= saved.pop() <= logits
+    assert logits - hidden - weights <= saved.pop() <= logits + labels
     assert [rows[f"{way}, chunked loss"].work for way in WAYS] == [rows[way].work for way in WAYS]  # no product runs twice
 
 
@@ -43,7 +43,7 @@ def test_students_counts_on_a_t4():
     """They print 110 stored, 182 checkpointed and 191 reversible, each with a step of its own making."""
     model = revzoo.create("rev_gpt_20m", device="meta")
     answer, _ = compare_losses(model, 8, "14.5GiB", optimizer=torch.optim.AdamW(model.parameters()))
-    assert [method.largest for method in answer.methods] == [78, 113, 178, 543, 213, 1013]
+    assert [method.largest for method in answer.methods] == [78, 116, 178, 541, 213, 1008]
 
 
 def test_the_table(run, monkeypatch):

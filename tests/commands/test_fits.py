@@ -201,12 +201,28 @@ def test_networks_of_transformers_take_what_is_counted(architecture, tmp_path):
     optimizers = [torch.optim.AdamW(each.parameters(), foreach=False) for each in (model, without_values)]
     memory = count(model, batch, optimizers[0])
     card = int((memory.peak_bytes - memory.activation_bytes / 4) / 0.9)
-    stored, _, planned, _ = revzoo.fits(without_values, meta_batch, card, optimizer=optimizers[1]).methods
+    stored, _, planned, *_ = revzoo.fits(without_values, meta_batch, card, optimizer=optimizers[1]).methods
     assert stored.peak_bytes == memory.peak_bytes
     assert planned.problem == ""
     plan = plan_module(model, batch, int(card * 0.9), optimizer=optimizers[0], loss=compute_usual_loss)[0]
     plan.apply(model)
     assert count(model, batch, optimizers[0]).peak_bytes == planned.peak_bytes <= int(0.9 * card) < memory.peak_bytes
+
+
+@pytest.mark.usefixtures("_quiet")
+def test_a_language_model_has_rows_with_a_chunked_loss(tmp_path):
+    """Their steps are real ones, and the network is as it was."""
+    model, batch = create_named_module(write_config(tmp_path, "LlamaForCausalLM"), 8, 64)
+    model.config.use_cache = False
+    before = count(model, batch)
+    rows = {row.name: row for row in revzoo.fits(model, batch, "1GB").methods}
+    assert count(model, batch) == before
+    assert list(rows)[-2:] == ["checkpointed, chunked loss", "random signs, chunked loss"]
+    revzoo.chunk_loss_(model)
+    revzoo.reversible_(model, kept_bits=1, sign="random")
+    counted, row = count(model, batch), rows["random signs, chunked loss"]
+    assert (row.kept_bytes, row.peak_bytes) == (counted.after_forward_bytes, counted.peak_bytes)
+    assert row.kept_bytes < rows["random signs"].kept_bytes
 
 
 @pytest.mark.slow

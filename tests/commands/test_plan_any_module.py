@@ -67,6 +67,12 @@ def test_a_plan_is_printed_drawn_and_saved(own, run, tmp_path):
     assert [point["peak_bytes"] for point in details["front"]] == sorted(point["peak_bytes"] for point in details["front"])
 
 
+def test_a_plan_counts_the_loss_that_fits_counts(own, run):
+    planned = json.loads(run("plan", own, "--budget", "1GiB", "--json"))["plan"]
+    fitting = json.loads(run("fits", own, "--optimizer", "none", "--json"))
+    assert planned["no_recompute_peak_bytes"] == fitting["methods"][0]["peak_bytes"]
+
+
 def test_times_are_measured_where_asked_for(own, run):
     plan = json.loads(run("plan", own, "--budget", "1GiB", "--json", "--profile"))["plan"]
     assert plan["seconds"] == plan["stored_seconds"] > 0

@@ -80,7 +80,7 @@ def test_the_logits_never_exist_and_reversible_blocks_save_what_they_promise():
     ordinary = measure()
     revzoo.chunk_loss_(model, chunk=8)
     stored = measure()
-    assert ordinary - stored > 1.9 * logits_bytes
+    assert ordinary - stored > 2.5 * logits_bytes
     revzoo.reversible_(model)
     assert measure() < stored
     counted = revzoo.measure_memory(model, batch, loss=lambda outputs: outputs.loss)
