@@ -23,6 +23,7 @@ from ordinary_networks import UNet
 from torch import nn
 from zoo_card import DTYPES, SHARES, SIZES, Changes, autocast, count_both_sizes, count_optimizers, fit_timeline
 
+from revzoo.analysis.dry_run import compute_usual_loss
 from revzoo.errors import ConversionError
 from revzoo.graph.atoms import Atom
 from revzoo.graph.capture import capture
@@ -31,7 +32,7 @@ from revzoo.graph.counted_step import count_step as count_planned
 from revzoo.graph.front import find_front
 from revzoo.graph.spans import Nest, Spans
 from revzoo.graph.step_record import record
-from revzoo.on_card import checkpoint_blocks, compute_usual_loss, make_blocks_reversible, without_packing_masks
+from revzoo.in_place.ways import checkpoint_blocks, make_blocks_reversible, without_packing_masks
 
 Batch = Any
 _PLANNED = 128  # examples: in small batches weights and gradients are most of a peak, and plans have little to spare

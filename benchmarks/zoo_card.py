@@ -30,10 +30,10 @@ from revzoo.analysis.dry_run import LossFunction, call, isolated, linear_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.twin import build_twin
+from revzoo.in_place.ways import SWITCHES
 from revzoo.inplace_abn import backward
 from revzoo.model.create import create
 from revzoo.model.model import Model
-from revzoo.on_card import SWITCHES
 from revzoo.planning.planner import solve
 from revzoo.planning.profiling.profile import profile
 from revzoo.runtime.drift import ignore_error_growth

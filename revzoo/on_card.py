@@ -6,10 +6,9 @@ gradients, too. That bounds the peaks of the plan from above in every other batc
 evenly, and at most as its square.
 """
 
-import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -19,19 +18,28 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.analysis.chains import preserve_schedules
-from revzoo.analysis.dry_run import LossFunction, isolated, linear_loss, preserve, require_batch, require_module
+from revzoo.analysis.dry_run import (
+    LossFunction,
+    compute_cross_entropy,
+    compute_usual_loss,
+    isolated,
+    require_batch,
+    require_module,
+)
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.optimizer_step import OptimizerBytes, count_optimizer
 from revzoo.analysis.report import MemoryReport
 from revzoo.analysis.step_memory import run_and_measure
-from revzoo.errors import BudgetError, ConversionError, InputError, MissingValueError, RevzooError
+from revzoo.errors import BudgetError, InputError, MissingValueError, RevzooError
 from revzoo.graph.module_planner import plan_module
 from revzoo.graph.progress import Report, keep_silent
-from revzoo.in_place.block_lists import choose_chains, find_lists
-from revzoo.in_place.chunk_loss import chunk_loss_, get_chunked_head
-from revzoo.in_place.peaks import checkpoint_block
-from revzoo.in_place.reversible import ordinary_, reversible_
-from revzoo.in_place.survey import watched_calls
+from revzoo.in_place.ways import (
+    checkpoint_blocks,
+    chunk_loss_of,
+    has_head_of_tokens,
+    make_blocks_reversible,
+    without_packing_masks,
+)
 from revzoo.model.model import Model
 from revzoo.planning.card import Fits, Method, parse_card
 from revzoo.planning.fit import find_largest
@@ -51,8 +59,6 @@ _ROUNDS = 3  # of timed steps
 _COMPARED = {"stored": Mode.STORE, "checkpointed": Mode.RECOMPUTE, "reversible": Mode.INVERT}
 _PLENTY = 2**60  # a budget that everything fits
 _LONGEST_PROBLEM = 240  # characters
-# How timm, Transformers and older versions of Transformers call it.
-SWITCHES = ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable")
 
 
 def fits(
@@ -333,88 +339,6 @@ def _in_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
     with preserve_schedules(model) as assign:
         assign(mode)
         yield
-
-
-@contextmanager
-def without_packing_masks(batch: Any) -> Iterator[None]:
-    """Let Transformers' networks make no masks for several texts in a row.
-
-    They look at the values of positions whether there are some, and without values take it that there are.
-    """
-    masking, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
-    own = getattr(masking, name, None)
-    if masking is None or own is None or (isinstance(batch, Mapping) and "position_ids" in batch):
-        yield
-        return
-    setattr(masking, name, lambda position_ids: None)
-    try:
-        yield
-    finally:
-        setattr(masking, name, own)
-
-
-@contextmanager
-def checkpoint_blocks(model: nn.Module) -> Iterator[None]:
-    """Checkpoint the blocks as the network's library does it; without that, the longest list of equal blocks, or all lists."""
-    with preserve(model, fake=True):
-        for name in SWITCHES:
-            try:
-                getattr(model, name)()
-            except Exception:  # there is no switch, or it says that this network has no checkpoints
-                continue
-            yield
-            return
-    lists = find_lists(model, (), has_batch=False)
-    try:
-        lists = choose_chains(model, lists, None, is_named=False)[0]
-    except ConversionError:
-        if not lists:
-            raise
-    with watched_calls({name: block for blocks in lists.values() for name, block in blocks.items()}, checkpoint_block):
-        yield
-
-
-@contextmanager
-def make_blocks_reversible(model: nn.Module, **options: Any) -> Iterator[None]:
-    """Make the blocks reversible that seem to be residual ones, by their classes and weights; inside the block alone."""
-    reversible_(model, **options)
-    try:
-        yield
-    finally:
-        ordinary_(model)
-
-
-def has_head_of_tokens(model: nn.Module) -> bool:
-    """Return whether a network of Transformers has a head that returns logits of tokens."""
-    find = getattr(model, "get_output_embeddings", None)
-    return callable(find) and isinstance(find(), nn.Module)
-
-
-@contextmanager
-def chunk_loss_of(model: nn.Module, change: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext) -> Iterator[None]:
-    """Let a language model compute its loss in chunks, and change it otherwise, inside the block alone."""
-    chunk_loss_(model)
-    chunked = next(filter(None, map(get_chunked_head, model.modules())))
-    try:
-        with change(model):
-            yield
-    finally:
-        chunked.remove()
-
-
-def compute_usual_loss(outputs: Any) -> Tensor:
-    """Return cross-entropy of what are logits, as far as one can tell, or else a sum."""
-    logits = getattr(outputs, "logits", outputs)
-    dims = (2,) if logits is outputs else (2, 3)
-    if not (isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim() in dims):
-        return linear_loss(outputs)
-    return compute_cross_entropy(logits)
-
-
-def compute_cross_entropy(logits: Tensor) -> Tensor:
-    """Return the loss of logits (..., V) of classes or tokens, where all labels are 0."""
-    logits = logits.flatten(0, -2).float()
-    return nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
 
 def _read_card() -> int:

@@ -287,6 +287,21 @@ def linear_loss(outputs: Any) -> Tensor:
     return total
 
 
+def compute_usual_loss(outputs: Any) -> Tensor:
+    """Return cross-entropy of what are logits, as far as one can tell, or else a sum."""
+    logits = getattr(outputs, "logits", outputs)
+    dims = (2,) if logits is outputs else (2, 3)
+    if not (isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim() in dims):
+        return linear_loss(outputs)
+    return compute_cross_entropy(logits)
+
+
+def compute_cross_entropy(logits: Tensor) -> Tensor:
+    """Return the loss of logits (..., V) of classes or tokens, where all labels are 0."""
+    logits = logits.flatten(0, -2).float()
+    return nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
+
+
 def select_differentiable(outputs: Any) -> list[Tensor]:
     """Return those tensors of a model's outputs that require a gradient.
 

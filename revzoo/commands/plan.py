@@ -116,10 +116,10 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
     with show_status("planning") as report:
         import torch
 
+        from revzoo.analysis.dry_run import compute_usual_loss
         from revzoo.graph import plan_module
         from revzoo.graph.named_module import create_named_module
         from revzoo.graph.plan_table import tabulate_module_plan
-        from revzoo.on_card import compute_usual_loss
 
         torch.manual_seed(0)
         module, batch = create_named_module(name, arguments.batch)

@@ -13,14 +13,8 @@ import transformers
 from torch import nn
 
 import revzoo
-from revzoo.on_card import (
-    checkpoint_blocks,
-    chunk_loss_of,
-    compute_cross_entropy,
-    compute_usual_loss,
-    make_blocks_reversible,
-    without_packing_masks,
-)
+from revzoo.analysis.dry_run import compute_cross_entropy, compute_usual_loss
+from revzoo.in_place.ways import checkpoint_blocks, chunk_loss_of, make_blocks_reversible, without_packing_masks
 
 
 class Llama(NamedTuple):

@@ -9,14 +9,13 @@ import transformers
 from torch import nn
 
 import revzoo
-from revzoo.analysis.dry_run import isolated
+from revzoo.analysis.dry_run import compute_usual_loss, isolated
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.report import MemoryReport
 from revzoo.analysis.step_memory import run_and_measure
 from revzoo.errors import BudgetError
 from revzoo.graph.module_planner import plan_module
 from revzoo.graph.named_module import create_named_module
-from revzoo.on_card import compute_usual_loss
 from revzoo.planning.card import Fits, Method
 
 OWN = """

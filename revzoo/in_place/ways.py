@@ -1,0 +1,86 @@
+"""Ways to train other people's networks, to be counted side by side: each changes a network inside a `with` block alone."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from revzoo.analysis.dry_run import preserve
+from revzoo.errors import ConversionError
+from revzoo.in_place.block_lists import choose_chains, find_lists
+from revzoo.in_place.chunk_loss import chunk_loss_, get_chunked_head
+from revzoo.in_place.peaks import checkpoint_block
+from revzoo.in_place.reversible import ordinary_, reversible_
+from revzoo.in_place.survey import watched_calls
+
+# How timm, Transformers and older versions of Transformers call it.
+SWITCHES = ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable")
+
+
+@contextmanager
+def without_packing_masks(batch: Any) -> Iterator[None]:
+    """Let Transformers' networks make no masks for several texts in a row.
+
+    They look at the values of positions whether there are some, and without values take it that there are.
+    """
+    masking, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    own = getattr(masking, name, None)
+    if masking is None or own is None or (isinstance(batch, Mapping) and "position_ids" in batch):
+        yield
+        return
+    setattr(masking, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking, name, own)
+
+
+@contextmanager
+def checkpoint_blocks(model: nn.Module) -> Iterator[None]:
+    """Checkpoint the blocks as the network's library does it; without that, the longest list of equal blocks, or all lists."""
+    with preserve(model, fake=True):
+        for name in SWITCHES:
+            try:
+                getattr(model, name)()
+            except Exception:  # there is no switch, or it says that this network has no checkpoints
+                continue
+            yield
+            return
+    lists = find_lists(model, (), has_batch=False)
+    try:
+        lists = choose_chains(model, lists, None, is_named=False)[0]
+    except ConversionError:
+        if not lists:
+            raise
+    with watched_calls({name: block for blocks in lists.values() for name, block in blocks.items()}, checkpoint_block):
+        yield
+
+
+@contextmanager
+def make_blocks_reversible(model: nn.Module, **options: Any) -> Iterator[None]:
+    """Make the blocks reversible that seem to be residual ones, by their classes and weights; inside the block alone."""
+    reversible_(model, **options)
+    try:
+        yield
+    finally:
+        ordinary_(model)
+
+
+def has_head_of_tokens(model: nn.Module) -> bool:
+    """Return whether a network of Transformers has a head that returns logits of tokens."""
+    find = getattr(model, "get_output_embeddings", None)
+    return callable(find) and isinstance(find(), nn.Module)
+
+
+@contextmanager
+def chunk_loss_of(model: nn.Module, change: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext) -> Iterator[None]:
+    """Let a language model compute its loss in chunks, and change it otherwise, inside the block alone."""
+    chunk_loss_(model)
+    chunked = next(filter(None, map(get_chunked_head, model.modules())))
+    try:
+        with change(model):
+            yield
+    finally:
+        chunked.remove()
