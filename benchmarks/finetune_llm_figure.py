@@ -39,7 +39,7 @@ def plot(parts: Mapping[str, Any], path: str | Path) -> None:
         path: of the picture.
     """
     panels = [
-        ("memory", "kept because of the blocks", partial(_draw_memory, what="block")),
+        ("memory", "kept by the blocks", partial(_draw_memory, what="block")),
         ("memory", "peak of a step", partial(_draw_memory, what="peak")),
         ("time", "CPU time of a step", _draw_time),
         ("similarity", "passages with the same nearest neighbour [%]", _draw_agreement),
@@ -59,7 +59,9 @@ def plot(parts: Mapping[str, Any], path: str | Path) -> None:
         simplify_axes(axes)
         axes.set_title(title, fontsize=9, loc="left", color=INK)
         draw(axes, parts[name])
-        axes.legend(frameon=False, fontsize=7, ncols=6, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
+        axes.legend(
+            frameon=False, fontsize=6.5, ncols=7, columnspacing=1.2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0
+        )
     save(figure, path)
 
 
