@@ -254,7 +254,7 @@ def _start(
 ) -> tuple[Any, Pair]:
     couplings = [link.coupling for link in links if isinstance(link, Step)]
     keeps_bits = not {coupling.kept_bits for coupling in couplings} <= {None}
-    is_ordinary = bool(couplings) and not any(coupling.b for coupling in couplings)  # random signs in evaluation
+    is_ordinary = len(couplings) > 0 and not any(coupling.b for coupling in couplings)  # random signs in evaluation
     if is_ordinary or (not exact and not keeps_bits):
         return None, (x1, _dense(x2) if couplings else x2)
     refuse_exact_derivatives()
