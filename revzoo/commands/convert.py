@@ -3,8 +3,9 @@
 import argparse
 import json
 from pathlib import Path
+from typing import get_args
 
-from revzoo.bounds import MOST_KEPT_BITS
+from revzoo.bounds import MOST_KEPT_BITS, Sign
 from revzoo.commands.parser import Parser, declare_import, positive_count
 from revzoo.errors import quote
 
@@ -42,7 +43,7 @@ def declare(parser: Parser) -> None:
     )
     parser.add_argument(
         "--sign",
-        choices=("fixed", "random"),
+        choices=get_args(Sign),
         default="fixed",
         help="of b; random: drawn in training, with b = 0 in evaluation, so that --kept-bits 1 is enough (default: fixed)",
     )

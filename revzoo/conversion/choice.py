@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from revzoo.bounds import Sign
+
 CouplingName = Literal["additive", "dual_residual", "momentum"]
-Sign = Literal["fixed", "random"]
 B_ARGUMENTS = {"momentum": "m", "dual_residual": "beta"}  # the argument of each coupling that sets b
 
 

@@ -18,12 +18,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from revzoo.analysis.likeness import on_grid_of_training, warn_of_another_function
-from revzoo.bounds import MOST_KEPT_BITS
+from revzoo.bounds import MOST_KEPT_BITS, Sign
 from revzoo.checkpoint.facts import IMAGE_FACTS
 from revzoo.checkpoint.folder import save_folder
 from revzoo.checkpoint.writing import write_tensors
 from revzoo.conversion.assign import Assignment, assign
-from revzoo.conversion.choice import B_ARGUMENTS, CouplingChoice, CouplingName, Sign
+from revzoo.conversion.choice import B_ARGUMENTS, CouplingChoice, CouplingName
 from revzoo.conversion.compare import ComparedBatch, compare, make_compared_batch, measure_largest_state, run_original, zero_b
 from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.original import Original, find_original

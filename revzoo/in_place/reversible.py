@@ -16,7 +16,7 @@ from revzoo.analysis.likeness import on_grid_of_training, warn_of_another_functi
 from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
 from revzoo.block_steps.state_grid import FRACTION_BITS, StateGrid, StateSizes, choose_grid
-from revzoo.bounds import MOST_KEPT_BITS
+from revzoo.bounds import MOST_KEPT_BITS, Sign
 from revzoo.device import has_float64
 from revzoo.dtype import HALF
 from revzoo.errors import InputError, UnknownNameError, join_names
@@ -31,7 +31,6 @@ from revzoo.runtime.exact import GRIDS
 from revzoo.runtime.inventory import Pattern, check_patterns
 
 BlockCoupling = Literal["momentum", "dual_residual"]
-Sign = Literal["fixed", "random"]
 _KEEP_NEARER = (
     "More kept_bits keep it nearer to the original; or more fraction_bits, where states are small; or another list of blocks "
     "(its path). revzoo.plan(model, batch, budget) changes no function."

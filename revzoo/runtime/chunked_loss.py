@@ -263,7 +263,7 @@ def _require(head: Any, hidden: Tensor, labels: Tensor, reduction: str, chunk: A
     if reduction not in ("mean", "sum", "none"):
         raise InputError(f"reduction is 'mean', 'sum' or 'none'. Received: {reduction!r}.")
     require_chunk(chunk)
-    require_undivided(hidden, *(head.parameters() if isinstance(head, nn.Module) else ()))
+    refuse_sharded(hidden, *(head.parameters() if isinstance(head, nn.Module) else ()))
 
 
 def require_chunk(chunk: Any) -> None:
@@ -272,7 +272,7 @@ def require_chunk(chunk: Any) -> None:
         raise InputError(f"chunk is a number of tokens, an integer >= 1. Received: {chunk!r}.")
 
 
-def require_undivided(*tensors: Tensor) -> None:
+def refuse_sharded(*tensors: Tensor) -> None:
     """Raise InputError if processes divide one of the tensors of a head and its input."""
     if is_sharded(*tensors):
         raise InputError(

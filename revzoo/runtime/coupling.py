@@ -11,12 +11,12 @@ ordinary residual network, and nearly impossible to invert in floating point. Wi
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from numbers import Real
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from revzoo.bounds import MOST_KEPT_BITS, FiniteFloat, FractionBits, KeptBits, NonZeroFloat, Rate, StepSize
+from revzoo.bounds import MOST_KEPT_BITS, FiniteFloat, FractionBits, KeptBits, NonZeroFloat, Rate, Sign, StepSize
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.registry import couplings
 from revzoo.sharded import is_sharded
@@ -192,7 +192,7 @@ def momentum(
     residual: bool = True,
     kept_bits: KeptBits | None = None,
     fraction_bits: FractionBits | None = None,
-    sign: Literal["fixed", "random"] = "fixed",
+    sign: Sign = "fixed",
 ) -> Coupling:
     """Return w[k+1] = w[k] + m (w[k] - w[k-1]) + gain f(w[k]).
 

@@ -20,7 +20,7 @@ from torch.overrides import resolve_name
 from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.errors import InputError
-from revzoo.runtime.chunked_loss import chunked_loss, require_undivided
+from revzoo.runtime.chunked_loss import chunked_loss, refuse_sharded
 from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.nested import map_tensors, tensors_in
 
@@ -87,7 +87,7 @@ class LazyLogits(Tensor):
         """Return the whole logits, with their graph. Raises InputError if the head has changed since it was called."""
         head, hidden, _, module, _, is_turned = self._lazy
         if self._made is None:
-            require_undivided(*module.parameters())
+            refuse_sharded(*module.parameters())
             if _count_changes(module) != self._versions:
                 raise InputError(
                     "These logits were never made: chunk_loss_ computes their loss in chunks. Received: a request for them "
@@ -195,7 +195,7 @@ def _compute_loss(
     is_plain = weight is None and size_average is None and reduce is None and (is_turned or logits.dim() == 2)
     if not is_plain or target.shape != hidden.shape[:-1]:
         return None
-    require_undivided(*module.parameters())  # after its forward, fully_shard has divided a head that is a unit of its own
+    refuse_sharded(*module.parameters())  # after its forward, fully_shard has divided a head that is a unit of its own
     options: Any = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing, "chunk": chunk}
     return chunked_loss(head, hidden, target, **options)
 
