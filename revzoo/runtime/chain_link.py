@@ -55,15 +55,18 @@ def run_link(
     coupling = link.coupling.bind(pair)
     if grid is not None and coupling is not link.coupling and coupling.sign is None:
         raise InputError(f"{link.name} has coefficients for each example, which exact arithmetic cannot undo. Use exact=False.")
-    update = make_update(coupling, grid, pair[0], will_be_undone)
-    if link.mode.drops:
-        call = record_step(link, forward, watched=not will_be_undone)
-        recoverer = segment if segment is not None else SavedInputs(pair[1:], forward.round)
-    out = call_step(link, pair, forward.side, call, recoverer)
-    following = update.advance(pair, out)
-    if segment is not None:
-        segment.append(update, call, pair)
-    del out  # before anything else is computed
+    if link.tiles is not None:
+        following = seams.run_tiles(link, coupling, pair, segment, forward, will_be_undone)
+    else:
+        update = make_update(coupling, grid, pair[0], will_be_undone)
+        if link.mode.drops:
+            call = record_step(link, forward, watched=not will_be_undone)
+            recoverer = segment if segment is not None else SavedInputs(pair[1:], forward.round)
+        out = call_step(link, pair, forward.side, call, recoverer)
+        following = update.advance(pair, out)
+        if segment is not None:
+            segment.append(update, call, pair)
+        del out  # before anything else is computed
     if grid is not None:
         watch_range(grid, following, link)
     return following, segment
@@ -95,10 +98,19 @@ def call_step(
     step: Step, pair: Pair, side: Any, call: RecordedCall | None = None, recoverer: Recoverer | None = None
 ) -> Tensor:
     """Return f(w[k]), recorded by `call` if there is one, after checking that it fits the stream it is added to."""
+    begin_call(step.f, pair[1:], pair)
+    out = call_once(step, pair, side, call, recoverer) if step.tiles is None else seams.call_tiles(step, pair, side)
+    end_call(step.f, out)
+    return out
+
+
+def call_once(
+    step: Step, pair: Pair, side: Any, call: RecordedCall | None = None, recoverer: Recoverer | None = None
+) -> Tensor:
+    """Return f of the states, or of a tile of them, and do the same checks; no observer is told."""
     # Nothing is compiled where a call is recorded.
     unversioned = (call is None and torch.compiler.is_compiling()) or pair[1].is_inference()
     version = None if unversioned else pair[1]._version
-    begin_call(step.f, pair[1:], pair)
     try:
         if call is not None and recoverer is not None:
             out = call.first_run(recoverer, pair[1])
@@ -111,7 +123,6 @@ def call_step(
                 "step (for step in model.steps: fully_shard(step)) or the whole model, not the blocks between."
             ) from error
         raise
-    end_call(step.f, out)
     if version is not None and pair[1]._version != version:
         raise InputError(
             f"{step.name} changes its input in place, and with it the stream. Replace the in-place operation at its "

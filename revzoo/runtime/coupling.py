@@ -11,7 +11,7 @@ ordinary residual network, and nearly impossible to invert in floating point. Wi
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from numbers import Real
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -75,6 +75,11 @@ class Coupling:
     def in_evaluation(self) -> "Coupling":
         """The coupling of a network in evaluation: here the same."""
         return self
+
+    @property
+    def weights(self) -> tuple[Any, Any, Any]:
+        """Of w[k-1], w[k] and f(w[k]): b, a and c, as numbers or for each example."""
+        return self.b, self.a, self.c
 
     def require_exact(self) -> None:
         """Raise InputError unless the inverse is exact on a grid."""
@@ -143,6 +148,13 @@ class RandomSign(Coupling):
     @property
     def in_evaluation(self) -> Coupling:
         return self.ordinary
+
+    @property
+    def weights(self) -> tuple[Any, Any, Any]:
+        if self.sign is None:
+            return super().weights
+        b = self.sign * self.b
+        return b, self.ordinary.a - b, self.ordinary.c
 
     @property
     def momentum(self) -> Coupling:

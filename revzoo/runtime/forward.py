@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
+from copy import copy
 from threading import RLock, get_ident
 from typing import Any, cast
 
@@ -103,6 +104,15 @@ class Forward:
         self.keep = keep
         self.round: Any = None
         self.is_one_of_several = processes_communicate()
+        self._take_side(side)
+
+    def with_side(self, side: Any) -> "Forward":
+        """Return the same with another side input, of which the calls of a tile are made."""
+        other = copy(self)
+        other._take_side(side)
+        return other
+
+    def _take_side(self, side: Any) -> None:
         self.side = side
         self.side_tensors = [] if side is None else [t for t in tensors_in(side) if not t.is_inference()]
 

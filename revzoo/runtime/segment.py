@@ -193,7 +193,8 @@ class InvertedSegment:
             if self._first is None:
                 self._first = call.place
             if self._watch is not None:  # the state before the first step is not rebuilt
-                noted = self._watch.note(call, before[0], update.inverts_first or call.place > self._first)
+                is_rebuilt = update.inverts_first or (update.rebuilds and call.place > self._first)
+                noted = self._watch.note(call, before[0], is_rebuilt)
         self._items.append(_Item(update, call, noted))
 
     def end(self, last: States) -> None:
@@ -245,10 +246,14 @@ class InvertedSegment:
         needs_no_state_before = goal == self._first and not update.inverts_first
         if self._at == goal or needs_no_state_before:
             # Before the item f's input is one of the states; after it, the first of the pair.
-            call.refill(states[update.reads if self._at == goal else 0])
+            call.refill(update.find_input(states, is_after=self._at > goal))
             if self._watch is not None:
                 self._watch.compare_refilled(call)
-        elif not (call.hand_over(output=states[-1]) if update.inverts_first else call.hand_over(states[0])):
+        elif not (
+            call.hand_over(output=states[-1])
+            if update.inverts_first
+            else call.hand_over(update.find_input(states, is_after=True))
+        ):
             del states  # the run needs the memory
             self._invert(refill=True)
         if goal == self._first or self._at <= goal:  # else it runs again for the state before it
@@ -294,13 +299,14 @@ class InvertedSegment:
             watch.begin(states)
         out = None
         if not update.inverts_first:
-            out = call.run_again(states[0], refill=refill, check_draws=noted is None or noted.fingerprint is None)
+            x = update.find_input(states, is_after=True)
+            out = call.run_again(x, refill=refill, check_draws=noted is None or noted.fingerprint is None)
         rebuilt = update.invert(states, out)
         del out
         self._move(rebuilt, -1)  # at once: the states may have been changed in place
         if watch is not None and noted is not None:
             try:
-                watch.compare(noted, call, update, rebuilt[0], refill and not update.inverts_first)
+                watch.compare(noted, call, update, update.find_rebuilt(rebuilt), refill and not update.inverts_first)
             except RecoveryError:
                 self.free_states()
                 raise
@@ -314,7 +320,7 @@ class InvertedSegment:
     def _advance(self) -> None:
         update, call, *_ = self._items[self._at]
         states = self._states()
-        out = None if call is None else call.run_again(states[update.reads], refill=False)
+        out = None if call is None else call.run_again(update.find_input(states, is_after=False), refill=False)
         if self._watch is not None:
             self._watch.note_advance(update)
         self._move(update.advance(states, out), +1)

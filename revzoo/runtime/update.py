@@ -18,6 +18,7 @@ from revzoo.runtime.exact import without_negative_zeros
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import wraps_tensors
 from revzoo.runtime.ownership import is_held_alone
+from revzoo.runtime.tiles import Tiles, find_tiles
 
 States = tuple[Tensor, ...]  # a pair between steps, one tensor between layers
 Strides = tuple[int, ...] | None
@@ -56,6 +57,11 @@ class Step:
     coupling: Coupling
     mode: Mode
 
+    @property
+    def tiles(self) -> Tiles | None:
+        """Into what it is cut; None if it is run whole."""
+        return find_tiles(self.f)
+
 
 def make_step(f: Callable[..., Tensor], name: str, coupling: Coupling, mode: Mode, training: bool) -> Step:
     """Return a step of a network in training or evaluation: where the coupling is another one there, it is stored."""
@@ -69,7 +75,15 @@ class Update:
     b = 1.0  # each inversion multiplies errors by 1 / |b|
     growth: float | Tensor = 1.0  # and relative ones by this, as predicted
     inverts_first = False  # whether `invert` gives the input of f without its output, so that f runs after it
-    reads = 1  # which of the states before it is the input of f
+    rebuilds = True  # whether `invert` rebuilds a state, or a tile of one
+
+    def find_input(self, states: States, *, is_after: bool) -> Tensor:
+        """Return the input of f among the states before it, or after it."""
+        return states[0 if is_after else 1]
+
+    def find_rebuilt(self, states: States) -> Tensor:
+        """Return what `invert` has rebuilt of the states before it."""
+        return states[0]
 
     @property
     def lost_bits(self) -> Sequence[Tensor]:
@@ -209,7 +223,9 @@ class LayerUpdate(Update):
     """
 
     inverts_first = True
-    reads = 0
+
+    def find_input(self, states: States, *, is_after: bool) -> Tensor:
+        return states[0]
 
     def __init__(self, invert: Callable[[Tensor, torch.Size], Tensor], x: Tensor, growth: float | Tensor):
         self._invert = invert

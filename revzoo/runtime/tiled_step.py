@@ -1,0 +1,217 @@
+"""A step that is run tile by tile (`tiles.py`): each tile is a recorded call of its own, and an item of the segment.
+
+    forward     w[k+1][t] = a w[k][t] + b w[k-1][t] + c f(w[k][t])         for every tile t, then on to step k + 1
+    backward    f runs on w[k][t] once more, which gives w[k-1][t] in place of w[k+1][t], and what its gradient needs
+
+So backward holds the pair of states, one of which is a mixture of two until the last tile is done, their two gradients, and
+what autograd saves in one tile. The gradients of the tiles are added to that of w[k] in its own memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from revzoo.device import has_value, is_capturing
+from revzoo.errors import InputError
+from revzoo.runtime import seams
+from revzoo.runtime.chain_link import call_once
+from revzoo.runtime.coupling import Coupling, Pair, RandomSign
+from revzoo.runtime.forward import Forward
+from revzoo.runtime.independence import explain_mixing
+from revzoo.runtime.inventory import take_inventory
+from revzoo.runtime.observation import begin_call, end_call
+from revzoo.runtime.ownership import is_held_alone
+from revzoo.runtime.recorded_call import RecordedCall
+from revzoo.runtime.segment import InvertedSegment, SavedInputs
+from revzoo.runtime.tiles import Tile, cut_side
+from revzoo.runtime.update import Step, Strides, Update, get_strides, make_update, restore_strides
+from revzoo.sharded import is_sharded
+
+
+class TileUpdate(Update):
+    """One tile of a step. Between the tiles, the older state is w[k-1] before them and w[k+1] after them.
+
+    Args:
+        update: of the step, on the tile alone.
+        tile: the tile.
+        is_last: whether it is the last of the step: then the two states change places.
+        strides: of w[k-1].
+        will_be_undone: whether the step is. The tiles of others go back to nothing: nobody asks for w[k-1].
+    """
+
+    def __init__(self, update: Update, tile: Tile, is_last: bool, strides: Strides, will_be_undone: bool):
+        self._update, self._tile, self._is_last, self._strides = update, tile, is_last, strides
+        self.rebuilds = will_be_undone
+        if is_last:  # all tiles together multiply errors once
+            self.b = update.b
+
+    @property
+    def lost_bits(self) -> Sequence[Tensor]:
+        return self._update.lost_bits
+
+    def find_input(self, states: Pair, *, is_after: bool) -> Tensor:
+        return self._tile.of(states[0 if is_after and self._is_last else 1])
+
+    def find_rebuilt(self, states: Pair) -> Tensor:
+        return self._tile.of(states[0])
+
+    def advance(self, states: Pair, out: Tensor) -> Pair:
+        mixed, current = states
+        if self.rebuilds:
+            mixed = _make_writable(mixed, None)
+            parts = self._tile.of(mixed), self._tile.of(current)
+            parts[0].copy_(self._update.advance(parts, out)[1])
+        return (current, mixed) if self._is_last else (mixed, current)
+
+    def invert(self, states: Pair, out: Tensor) -> Pair:
+        current, mixed = states if self._is_last else states[::-1]
+        if self.rebuilds:
+            mixed = _make_writable(mixed, self._strides)
+            parts = self._tile.of(current), self._tile.of(mixed)
+            parts[1].copy_(self._update.invert(parts, out)[0])
+        return mixed, current
+
+
+def _make_writable(state: Tensor, strides: Strides) -> Tensor:
+    """Return the state, copied if somebody else could see that it is changed in place, or it has other strides."""
+    restored = restore_strides(state, strides)
+    return restored if restored is not state or is_held_alone(state) else state.clone()
+
+
+class _Sum:
+    """The gradient of w[k], to which the tiles of a step add theirs one after the other."""
+
+    gradient: Tensor | None = None
+
+
+class _Cut(torch.autograd.Function):
+    """Return a tensor and a tile of it; their gradients are added in the memory of `total`, which is this step's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tile: Tile, total: _Sum) -> tuple[Tensor, Tensor]:
+        ctx.tile, ctx.total, ctx.shape = tile, total, x.shape
+        ctx.set_materialize_grads(False)
+        return x.detach(), tile.of(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        whole, part = grads
+        if part is None:
+            return whole, None, None
+        total = ctx.total
+        if whole is None:
+            whole = part.new_zeros(ctx.shape)
+        elif whole is not total.gradient:  # others may hold it
+            whole = whole.clone()
+        ctx.tile.of(whole).add_(part)
+        total.gradient = whole if ctx.tile.start else None
+        return whole, None, None
+
+
+class _Join(torch.autograd.Function):
+    """Return w[k+1], computed elsewhere; its gradient goes to w[k-1], w[k] and what f has returned for every tile."""
+
+    @staticmethod
+    def forward(ctx: Any, following: Tensor, tiles: Sequence[Tile], weights: Any, *terms: Tensor) -> Tensor:
+        ctx.tiles, ctx.weights = tiles, weights
+        return following.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (b, a, c) = grads, ctx.weights
+        return None, None, None, _scale(grad, b), _scale(grad, a), *(_scale(tile.of(grad), c) for tile in ctx.tiles)
+
+
+def _scale(grad: Tensor, weight: Any) -> Tensor | None:
+    if isinstance(weight, Tensor):
+        return grad * weight
+    return None if weight == 0 else grad if weight == 1 else grad * weight
+
+
+def run_tiles(
+    step: Step, coupling: Coupling, pair: Pair, segment: InvertedSegment | None, forward: Forward, will_be_undone: bool
+) -> Pair:
+    """Run a step tile by tile, and record each; return the states after it.
+
+    Args:
+        step: the step.
+        coupling: what `bind` returned for it.
+        pair: the states before it.
+        segment: the inverted steps that it goes on with; None in other modes.
+        forward: what it shares with others.
+        will_be_undone: whether backward rebuilds the state before it.
+    Raises:
+        InputError: f is seen to mix the places along the dimension, or its tiles cannot be run one by one.
+    """
+    tiles = _cut_states(step, coupling, pair, forward.side)
+    previous, current = pair
+    strides, inventory, total = get_strides(previous), take_inventory(step.f), _Sum()
+    following = torch.empty_like(previous, requires_grad=False)
+    outs: list[Tensor] = []
+    begin_call(step.f, pair[1:], pair)
+    for tile in tiles:
+        current, piece = _Cut.apply(current, tile, total)
+        parts = tile.of(previous.detach()), piece
+        update = make_update(_cut_coupling(coupling, tile), forward.grid, parts[0], will_be_undone)
+        call = recoverer = None
+        side = cut_side(forward.side, tile, current)
+        if step.mode.drops:
+            own = forward if side is forward.side else forward.with_side(side)
+            call = RecordedCall(
+                step.f, step.name, own, selective=step.mode.is_selective, watched=not will_be_undone, inventory=inventory
+            )
+            recoverer = segment if segment is not None else SavedInputs((piece,), forward.round)
+        out = call_once(step, parts, side, call, recoverer)
+        with torch.no_grad():
+            tile.of(following).copy_(update.advance((parts[0], piece.detach()), out.detach())[1])
+        if segment is not None:
+            segment.append(TileUpdate(update, tile, tile is tiles[-1], strides, will_be_undone), call, parts)
+        outs.append(out)
+    end_call(step.f, outs)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (previous, current, *outs)):
+        following = _Join.apply(following, tiles, coupling.weights, previous, current, *outs)
+    return current, following
+
+
+def call_tiles(step: Step, pair: Pair, side: Any) -> Tensor:
+    """Return f(w[k]), computed tile by tile."""
+    outs = []
+    for tile in _cut_states(step, step.coupling, pair, side):
+        parts = tile.of(pair[0]), tile.of(pair[1])
+        outs.append(call_once(step, parts, cut_side(side, tile, pair[1])))
+    return torch.cat(outs, tile.dim)
+
+
+def _cut_states(step: Step, coupling: Coupling, pair: Pair, side: Any) -> list[Tile]:
+    """Return the tiles of both states, after tests that f and coupling allow them."""
+    tiles = step.tiles
+    assert tiles is not None
+    cut = tiles.cut(pair[1])
+    dim = cut[0].dim
+    if any(is_sharded(x) or x.is_nested for x in pair) or pair[0].dim() <= dim or pair[0].shape[dim] != pair[1].shape[dim]:
+        raise InputError(
+            f"{step.name} is cut into tiles along dimension {dim}, so both states must be dense and of one length along it. "
+            f"Received: {tuple(pair[0].shape)} and {tuple(pair[1].shape)}."
+        )
+    if type(coupling) not in (Coupling, RandomSign):
+        raise InputError(f"{step.name} is cut into tiles, and its coupling, a {type(coupling).__name__}, may not be.")
+    if not tiles.is_tested and len(cut) > 1 and has_value(pair[1]) and not is_capturing() and not torch.compiler.is_compiling():
+        if reason := explain_mixing(step.f, pair[1].detach(), side, cut[:2]):
+            raise InputError(
+                f"{step.name} cannot be cut into tiles along dimension {dim} of its state: {reason}. Cut it along another one "
+                "(0 are examples), or not at all."
+            )
+        tiles.is_tested = True
+    return cut
+
+
+def _cut_coupling(coupling: Coupling, tile: Tile) -> Coupling:
+    if isinstance(coupling, RandomSign) and coupling.sign is not None and tile.dim == 0:
+        return replace(coupling, sign=tile.of(coupling.sign))
+    return coupling
+
+
+seams.run_tiles, seams.call_tiles = run_tiles, call_tiles

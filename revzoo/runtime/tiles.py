@@ -1,0 +1,100 @@
+"""Which steps are cut into tiles, and where: pieces of a state along one of its dimensions.
+
+`tiled_step.py` runs such a step tile by tile, in forward and in backward, so that never more than what autograd saves in one
+tile exists at a time. That is right for a function that treats the places along the dimension by themselves, as an MLP treats
+tokens, a 1x1 convolution pixels, and nearly everything without batch statistics examples.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+from revzoo.errors import InputError
+from revzoo.runtime.nested import map_tensors
+
+M = TypeVar("M", bound=nn.Module)
+_KEY = "_revzoo_tiles"  # in the module's __dict__
+
+
+class Tile(NamedTuple):
+    """A piece of a state.
+
+    Args:
+        dim: the dimension that is cut.
+        start: the first place along it.
+        length: the number of places.
+    """
+
+    dim: int
+    start: int
+    length: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return this piece of a tensor, as a view."""
+        return x.narrow(*self)
+
+
+@dataclass
+class Tiles:
+    """Into how many pieces a step is cut.
+
+    Args:
+        count: the largest number of pieces. The last one is shorter where they do not divide the length.
+        dim: the dimension of the state that is cut.
+        is_tested: whether f has been seen to treat its places by themselves.
+    """
+
+    count: int
+    dim: int
+    is_tested: bool = False
+
+    def cut(self, x: Tensor) -> list[Tile]:
+        """Return the tiles of a state; no more of them than places.
+
+        Raises:
+            InputError: the state has no such dimension.
+        """
+        if not -x.dim() <= self.dim < x.dim():
+            raise InputError(f"tiles are cut along dimension {self.dim}, which a state of shape {tuple(x.shape)} has not.")
+        dim = self.dim % x.dim()
+        length = x.shape[dim]
+        size = -(-length // self.count) or 1
+        return [Tile(dim, start, min(size, length - start)) for start in range(0, max(length, 1), size)]
+
+
+def tiled(f: M, tiles: int, dim: int = 1) -> M:
+    """Return f, marked to be run tile by tile where it is a step of a chain; without tiles (1), unmarked.
+
+    Its state dict, and what it returns when it is called by itself, stay as they are. The first forward of a chain tests it.
+
+    Args:
+        f: a module whose results along `dim` each depend on the same place of its input alone.
+        tiles: into how many pieces its state is cut.
+        dim: of the state: 0 are examples, 1 the tokens of (batch, tokens, channels).
+    Raises:
+        InputError: tiles is no number above 0, or f is no module.
+    Cost: one extra forward, as without tiles, in more and smaller kernels.
+    """
+    if not isinstance(f, nn.Module):
+        raise InputError(f"A step is a torch.nn.Module. Received: {type(f).__name__}.")
+    for name, value, least in (("tiles", tiles, 1), ("dim", dim, None)):
+        if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+            raise InputError(f"{name} is an integer{'' if least is None else f' from {least}'}. Received: {value!r}.")
+    f.__dict__.pop(_KEY, None)
+    if tiles > 1:
+        f.__dict__[_KEY] = Tiles(tiles, dim)
+    return f
+
+
+def find_tiles(f: Callable[..., Any]) -> Tiles | None:
+    """Return into what f is cut as a step, None if it is run whole."""
+    return f.__dict__.get(_KEY) if isinstance(f, nn.Module) else None
+
+
+def cut_side(side: Any, tile: Tile, x: Tensor) -> Any:
+    """Return the side input of a tile of x: along examples, a tensor that has a place for each of them is cut, too."""
+    if side is None or tile.dim:
+        return side
+    return map_tensors(lambda t: tile.of(t) if t.dim() and t.shape[0] == x.shape[0] > 1 else t, side)
