@@ -44,13 +44,15 @@ from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid, attach_graph
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.inventory import Pattern
-from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.layout import LayoutEntry, get_tiles, set_tiles
 from revzoo.runtime.mode import Mode
+from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.observation import begin_call
 from revzoo.runtime.ownership import ModuleReference
 from revzoo.runtime.round import Round, begin_round
 from revzoo.runtime.schedule import check_schedule
 from revzoo.runtime.segment import InvertedSegment
+from revzoo.runtime.tiles import Tile, cut_side, find_tiles
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives
 from revzoo.runtime.update import Step
 
@@ -139,6 +141,15 @@ class BlockChain:
     def schedule(self, modes: Sequence[str] | str) -> None:
         self._schedule = check_schedule(modes, self.names)
 
+    @property
+    def tiles(self) -> list[int]:
+        """Into how many tiles every step is cut: a whole block or a first branch along examples, a second one along tokens."""
+        return get_tiles(self.layout())
+
+    @tiles.setter
+    def tiles(self, tiles: int | Sequence[int]) -> None:
+        set_tiles(self.layout(), tiles)
+
     def look_at_rows(self, state: Tensor, scale: float, name: str) -> None:
         """Warn if the grid is too coarse for a first state: any on a CPU, elsewhere the 1st, 2nd, 4th, 8th, ..."""
         self._beginnings += 1
@@ -196,6 +207,11 @@ class Arguments(NamedTuple):
     dtype: torch.dtype
     returned: BlockOutput
     extras: dict[str, Any]
+
+    def cut(self, tile: Tile, x: Tensor) -> "Arguments":
+        """Return those of a tile of the state x."""
+        positional, keywords = cut_side((self.positional, self.keywords), tile, x)
+        return self._replace(positional=positional, keywords=keywords)
 
 
 class BlockStep(nn.Module):
@@ -305,7 +321,9 @@ class BlockStep(nn.Module):
                 "same shape. Call revzoo.ordinary_(model), then reversible_ with batch=: such blocks then stay ordinary."
             )
         if returned.dtype is None:
-            returned.value, returned.dtype, returned.place = value, out.dtype, place
+            returned.value, returned.dtype, returned.place = replace_state(value, None, place), out.dtype, place
+            if find_tiles(self) is not None and next(tensors_in(returned.value), None) is not None:
+                raise InputError(f"{self.name} is cut into tiles, and may return nothing but its state. Leave tiles out.")
         return out
 
     @exclude_from_compilation

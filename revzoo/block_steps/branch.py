@@ -60,6 +60,7 @@ class BranchStep(BlockStep):
     def __init__(self, block: nn.Module, chain: BlockChain, index: int, branch: Branch, following: "BranchStep | None" = None):
         super().__init__(block, chain, index)
         self.branch = branch
+        self.acts_on = "tokens" if following is None else "examples"
         self.__dict__["following"] = following  # no submodule: f is one branch
 
     @property

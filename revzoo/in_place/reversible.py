@@ -98,6 +98,7 @@ def reversible_(
     sign: Sign = "fixed",
     fraction_bits: int | None = None,
     split: Split | None = None,
+    tiles: int = 1,
     keep: Iterable[Pattern] = (),
 ) -> ReversibleReport:
     """Change a network in place so that its blocks are the steps of reversible chains, rebuilt in backward.
@@ -127,6 +128,8 @@ def reversible_(
         split: the two residual branches of a block, each to be a step of its own: ("attention", "mlp") for what timm and
             Transformers call so, or the submodules that compute them, such as ("attn", ("fc1", "fc2")). Keeps twice the bits;
             in backward one branch at a time keeps what autograd saves in it. Needs a batch, to see that the two are the block.
+        tiles: into how many pieces every step is cut, so that backward holds what autograd saves in one of them: a whole block,
+            and the first branch of a split one, along examples, the second branch along tokens. The first forward tests it.
         keep: submodules of blocks whose outputs are kept for backward: names ("*.router"), classes, or functions of a module.
             Those that return integers, as routers of mixtures of experts do, are kept anyway.
     Raises:
@@ -162,6 +165,7 @@ def reversible_(
             else:
                 first, second = branches[block]
                 steps.append(BranchStep(block, chain, 2 * i, first, BranchStep(block, chain, 2 * i + 1, second)))
+        chain.tiles = tiles
     similarity, peaks = None, None
     try:
         for step in steps:

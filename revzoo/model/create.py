@@ -37,6 +37,7 @@ def create(
     num_outputs: int | None = None,
     overrides: Iterable[str] | None = None,
     schedule: str | Sequence[str] = Mode.INVERT,
+    tiles: int | Sequence[int] = 1,
     lookahead: LookaheadOption = 0,
     exact: bool = False,
     device: torch.device | str | None = None,
@@ -58,6 +59,7 @@ def create(
         overrides: values to replace in the spec, such as `["stages.0.depth=6"]`. Shipped weights and those of a folder are
             adapted to another `input.size` or `input.channels`: positions are interpolated, the first convolution repeated.
         schedule: one mode for all steps, "stage_inputs", or a list with one mode for each of `model.units`.
+        tiles: into how many pieces every step is cut, or a list with one number for each of `model.units` (`model.tiles`).
         lookahead: how many units are recovered ahead of backward, 0 or 1 (`model.lookahead`).
         exact: round the streams to a grid, so that recovered activations are bit-identical (`revzoo.runtime.exact`).
         device: device of the parameters. On "meta" no memory is allocated. None: PyTorch's default device, which is the CPU
@@ -104,6 +106,7 @@ def create(
     if num_outputs is not None and num_outputs != model.num_classes:
         model.reset_head(num_outputs)
     model.schedule = schedule
+    model.tiles = tiles
     model.lookahead = lookahead
     model.exact = exact
     return model

@@ -10,6 +10,9 @@ from revzoo.errors import ScheduleError, did_you_mean
 from revzoo.runtime.lookahead import LookaheadOption, check_lookahead
 from revzoo.runtime.mode import MODES, Mode
 from revzoo.runtime.schedule import STAGE_INPUTS, Applicable, check_schedule
+from revzoo.runtime.tiles import find_tiles, tiled
+
+_DIMENSIONS = {"examples": 0, "tokens": 1}  # of a state, by what a step treats one by one
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,22 @@ class Scheduled:
             return modes.apply(cast(nn.Module, self))
         self._schedule = self._read_schedule(modes)
 
+    @property
+    def tiles(self) -> list[int]:
+        """Into how many tiles every unit is cut; 1 is run whole (`revzoo.runtime.tiled`).
+
+        Assign a list with one number for each unit, or one number for all steps; what is no step stays whole. A step is cut along
+        the dimension that it was given; else along tokens if its `acts_on` is "tokens", as that of an MLP, else along examples.
+
+        Raises:
+            ScheduleError: a wrong number of numbers, or tiles of what is no step.
+        """
+        return get_tiles(self.layout())
+
+    @tiles.setter
+    def tiles(self, tiles: int | Sequence[int]) -> None:
+        set_tiles(self.layout(), tiles)
+
     def layout(self) -> list[LayoutEntry]:
         """Return the modules in order."""
         raise NotImplementedError
@@ -121,3 +140,24 @@ def expand_schedule(schedule: Sequence[str] | str, units: Sequence[LayoutEntry])
     for mode, unit in zip(modes, units, strict=True):
         check_schedule(mode, [unit.name], unit.modes)
     return modes
+
+
+def get_tiles(layout: Sequence[LayoutEntry]) -> list[int]:
+    """Return into how many tiles each unit is cut."""
+    return [1 if (tiles := find_tiles(entry.module)) is None else tiles.count for entry in layout if entry.is_unit]
+
+
+def set_tiles(layout: Sequence[LayoutEntry], tiles: int | Sequence[int]) -> None:
+    """Cut units into tiles; see `Scheduled.tiles`."""
+    units = [entry for entry in layout if entry.is_unit]
+    if not isinstance(tiles, Sequence):
+        tiles = [tiles if unit.kind == "step" else 1 for unit in units]
+    if len(tiles) != len(units):
+        raise ScheduleError(f"tiles are one number for each of {len(units)} units, or one for all. Received: {len(tiles)}.")
+    for unit, count in zip(units, tiles, strict=True):
+        if count != 1 and unit.kind != "step":
+            raise ScheduleError(f"Only steps are cut into tiles. Received: {count!r} for {unit.name}, a {unit.kind}.")
+    for unit, count in zip(units, tiles, strict=True):
+        known = find_tiles(unit.module)
+        acts_on = getattr(unit.module, "acts_on", "examples")
+        tiled(unit.module, count, _DIMENSIONS[acts_on] if known is None else known.dim)

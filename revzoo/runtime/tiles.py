@@ -94,7 +94,12 @@ def find_tiles(f: Callable[..., Any]) -> Tiles | None:
 
 
 def cut_side(side: Any, tile: Tile, x: Tensor) -> Any:
-    """Return the side input of a tile of x: along examples, a tensor that has a place for each of them is cut, too."""
+    """Return the side input of a tile of x: along examples, a tensor that has a place for each of them is cut, too.
+
+    A side input with a method `cut` does it itself.
+    """
     if side is None or tile.dim:
         return side
+    if hasattr(side, "cut"):
+        return side.cut(tile, x)
     return map_tensors(lambda t: tile.of(t) if t.dim() and t.shape[0] == x.shape[0] > 1 else t, side)

@@ -59,8 +59,8 @@ class Step:
 
     @property
     def tiles(self) -> Tiles | None:
-        """Into what it is cut; None if it is run whole."""
-        return find_tiles(self.f)
+        """Into what it is cut; None if it is run whole, as without gradients."""
+        return find_tiles(self.f) if torch.is_grad_enabled() else None
 
 
 def make_step(f: Callable[..., Tensor], name: str, coupling: Coupling, mode: Mode, training: bool) -> Step:

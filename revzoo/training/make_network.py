@@ -185,6 +185,7 @@ def _choose_arguments(options: ModelOptions, spec: Spec, is_open: bool, data: Da
         "num_outputs": outputs,
         "overrides": overrides,
         "schedule": options.schedule,
+        "tiles": options.tiles,
         "exact": options.exact,
     }
 
