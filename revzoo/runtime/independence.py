@@ -56,8 +56,8 @@ def explain_mixing(f: Callable[..., Tensor], x: Tensor, side: Any, tiles: Sequen
             random.rewind()
         if random.has_drawn:
             break
-        if _differ(*results, limit):
-            at = next((a for (a, *x), (_, *y), (_, *z) in zip(*calls, strict=False) if _differ(*x, *y, *z, limit)), None)
+        if _differ(results, limit):
+            at = next((a for (a, x), (_, y), (_, z) in zip(*calls, strict=False) if _differ([x, y, z], limit)), None)
             where = "its own code" if at is None else _name(inventory, at)
             return f"what it returns for one place depends on others, as {where} is the first to show"
     return None
@@ -78,9 +78,10 @@ def _note_calls(calls: _Calls) -> Iterator[None]:
         handle.remove()
 
 
-def _differ(whole: Any, first: Any, second: Any, limit: float) -> bool:
+def _differ(results: Sequence[Any], limit: float) -> bool:
     """Return whether what is returned for two tiles differs from that for each of them, where one can tell."""
-    if not all(isinstance(x, Tensor) and x.is_floating_point() and x.dim() == whole.dim() for x in (whole, first, second)):
+    whole, first, second = results
+    if not all(isinstance(x, Tensor) and x.is_floating_point() and x.dim() == whole.dim() for x in results):
         return False
     for dim in range(whole.dim()):
         if first.shape[dim] + second.shape[dim] == whole.shape[dim]:

@@ -97,8 +97,8 @@ class Scheduled:
     def tiles(self) -> list[int]:
         """Into how many tiles every unit is cut; 1 is run whole (`revzoo.runtime.tiled`).
 
-        Assign a list with one number for each unit, or one number for all steps; what is no step stays whole. A step is cut along
-        the dimension that it was given; else along tokens if its `acts_on` is "tokens", as that of an MLP, else along examples.
+        Assign a list with one number for each unit, or one number for all steps; what is no step stays whole. A step is cut
+        along the dimension that it was given; else along tokens if its `acts_on` is "tokens", as an MLP's, else along examples.
 
         Raises:
             ScheduleError: a wrong number of numbers, or tiles of what is no step.

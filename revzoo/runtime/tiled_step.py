@@ -9,7 +9,7 @@ what autograd saves in one tile. The gradients of the tiles are added to that of
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.ownership import is_held_alone
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.segment import InvertedSegment, SavedInputs
-from revzoo.runtime.tiles import Tile, cut_side
-from revzoo.runtime.update import Step, Strides, Update, get_strides, make_update, restore_strides
+from revzoo.runtime.tiles import Tile, Tiles, cut_side
+from revzoo.runtime.update import States, Step, StepUpdate, Strides, Update, get_strides, make_update, restore_strides
 from revzoo.sharded import is_sharded
 
 
@@ -35,43 +35,52 @@ class TileUpdate(Update):
     """One tile of a step. Between the tiles, the older state is w[k-1] before them and w[k+1] after them.
 
     Args:
-        update: of the step, on the tile alone.
         tile: the tile.
-        is_last: whether it is the last of the step: then the two states change places.
+        updates: of the step, on pieces of the tile: sums need no whole tile at once, so where f does there are several.
+        is_last: whether it is the last tile of the step: then the two states change places.
         strides: of w[k-1].
         will_be_undone: whether the step is. The tiles of others go back to nothing: nobody asks for w[k-1].
     """
 
-    def __init__(self, update: Update, tile: Tile, is_last: bool, strides: Strides, will_be_undone: bool):
-        self._update, self._tile, self._is_last, self._strides = update, tile, is_last, strides
+    def __init__(
+        self, tile: Tile, updates: Sequence[tuple[Tile, StepUpdate]], is_last: bool, strides: Strides, will_be_undone: bool
+    ):
+        self._tile, self._updates, self._is_last, self._strides = tile, updates, is_last, strides
         self.rebuilds = will_be_undone
         if is_last:  # all tiles together multiply errors once
-            self.b = update.b
+            self.b = updates[0][1].b
 
     @property
     def lost_bits(self) -> Sequence[Tensor]:
-        return self._update.lost_bits
+        return [bits for _, update in self._updates for bits in update.lost_bits]
 
-    def find_input(self, states: Pair, *, is_after: bool) -> Tensor:
+    def find_input(self, states: States, *, is_after: bool) -> Tensor:
         return self._tile.of(states[0 if is_after and self._is_last else 1])
 
-    def find_rebuilt(self, states: Pair) -> Tensor:
+    def find_rebuilt(self, states: States) -> Tensor:
         return self._tile.of(states[0])
+
+    def fill(self, following: Tensor, previous: Tensor, current: Tensor, out: Tensor) -> None:
+        """Write this tile of w[k+1] into `following`, which may be w[k-1]."""
+        into, *terms = (self._tile.of(x) for x in (following, previous, current))
+        for piece, update in self._updates:
+            older, newer = (piece.of(x) for x in terms)
+            piece.of(into).copy_(update.advance((older, newer), piece.of(out))[1])
 
     def advance(self, states: Pair, out: Tensor) -> Pair:
         mixed, current = states
         if self.rebuilds:
             mixed = _make_writable(mixed, None)
-            parts = self._tile.of(mixed), self._tile.of(current)
-            parts[0].copy_(self._update.advance(parts, out)[1])
+            self.fill(mixed, mixed, current, out)
         return (current, mixed) if self._is_last else (mixed, current)
 
     def invert(self, states: Pair, out: Tensor) -> Pair:
         current, mixed = states if self._is_last else states[::-1]
         if self.rebuilds:
             mixed = _make_writable(mixed, self._strides)
-            parts = self._tile.of(current), self._tile.of(mixed)
-            parts[1].copy_(self._update.invert(parts, out)[0])
+            for piece, update in self._updates:
+                newer, older = (piece.of(self._tile.of(x)) for x in (current, mixed))
+                older.copy_(update.invert((newer, older), piece.of(out))[0])
         return mixed, current
 
 
@@ -153,22 +162,24 @@ def run_tiles(
     outs: list[Tensor] = []
     begin_call(step.f, pair[1:], pair)
     for tile in tiles:
-        current, piece = _Cut.apply(current, tile, total)
-        parts = tile.of(previous.detach()), piece
-        update = make_update(_cut_coupling(coupling, tile), forward.grid, parts[0], will_be_undone)
-        call = recoverer = None
-        side = cut_side(forward.side, tile, current)
+        current, x = _Cut.apply(current, tile, total)
+        older, of_tile = tile.of(previous.detach()), _cut_coupling(coupling, tile)
+        updates = [
+            (piece, make_update(_cut_coupling(of_tile, piece), forward.grid, piece.of(older), will_be_undone))
+            for piece in _cut_further(older, x, -(-cast(Tiles, step.tiles).count // len(tiles)), tile.dim)
+        ]
+        update = TileUpdate(tile, updates, tile is tiles[-1], strides, will_be_undone)
+        call, recoverer, side = None, None, cut_side(forward.side, tile, current)
         if step.mode.drops:
             own = forward if side is forward.side else forward.with_side(side)
-            call = RecordedCall(
-                step.f, step.name, own, selective=step.mode.is_selective, watched=not will_be_undone, inventory=inventory
-            )
-            recoverer = segment if segment is not None else SavedInputs((piece,), forward.round)
-        out = call_once(step, parts, side, call, recoverer)
+            selective, watched = step.mode.is_selective, not will_be_undone
+            call = RecordedCall(step.f, step.name, own, selective=selective, watched=watched, inventory=inventory)
+            recoverer = segment if segment is not None else SavedInputs((x,), forward.round)
+        out = call_once(step, (older, x), side, call, recoverer)
         with torch.no_grad():
-            tile.of(following).copy_(update.advance((parts[0], piece.detach()), out.detach())[1])
+            update.fill(following, previous, current, out)
         if segment is not None:
-            segment.append(TileUpdate(update, tile, tile is tiles[-1], strides, will_be_undone), call, parts)
+            segment.append(update, call, (older, x))
         outs.append(out)
     end_call(step.f, outs)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (previous, current, *outs)):
@@ -206,6 +217,14 @@ def _cut_states(step: Step, coupling: Coupling, pair: Pair, side: Any) -> list[T
             )
         tiles.is_tested = True
     return cut
+
+
+def _cut_further(older: Tensor, newer: Tensor, count: int, dim: int) -> list[Tile]:
+    """Return pieces of a tile, along another dimension than it was cut along: as many as are missing to all tiles."""
+    others = [i for i in range(older.dim()) if i != dim]
+    if older.shape != newer.shape or not others:
+        return [Tile(dim, 0, older.shape[dim])]
+    return Tiles(count, max(others, key=older.shape.__getitem__)).cut(older)
 
 
 def _cut_coupling(coupling: Coupling, tile: Tile) -> Coupling:

@@ -72,7 +72,6 @@ class FeedForwardBranch(BertSubBlock):
     Source: Transformers' BertIntermediate and BertOutput, and RoBERTa's; post as G in MEFT (Liao et al. 2023).
     """
 
-
     def __init__(
         self,
         context: BuildContext,
