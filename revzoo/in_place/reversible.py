@@ -17,7 +17,7 @@ from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
 from revzoo.block_steps.state_grid import FRACTION_BITS, StateGrid, StateSizes, choose_grid
 from revzoo.bounds import MOST_KEPT_BITS, Sign
-from revzoo.device import has_float64
+from revzoo.device import has_float64, has_value
 from revzoo.dtype import HALF
 from revzoo.errors import InputError, UnknownNameError, join_names
 from revzoo.in_place.block_lists import choose_chains, find_lists
@@ -29,6 +29,7 @@ from revzoo.in_place.survey import BlockSurvey, survey_blocks
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
 from revzoo.runtime.exact import GRIDS
 from revzoo.runtime.inventory import Pattern, check_patterns
+from revzoo.runtime.nested import tensors_in
 
 BlockCoupling = Literal["momentum", "dual_residual"]
 _KEEP_NEARER = (
@@ -145,7 +146,8 @@ def reversible_(
     _require_sign(sign, coupling)
     if split is not None:
         _require_split(split, batch)
-    surveys, before, notes = (None, None, []) if batch is None else survey_blocks(model, lists, batch)
+    has_values = batch is not None and all(map(has_value, (*model.parameters(), *tensors_in(batch))))
+    surveys, before, notes = survey_blocks(model, lists, batch) if has_values else (None, None, [])
     chosen, ordinary, left = choose_chains(model, lists, surveys, is_named=bool(paths))
     branches = {} if split is None else find_branches(model, chosen, split, batch)
     names = () if split is None else tuple(name if isinstance(name, str) else name[0] for name in split)

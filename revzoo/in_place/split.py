@@ -2,9 +2,9 @@
 
 A block is split into x + first(x) and y + second(y) by running its own code with the other branch silenced: its submodules
 return zeros instead of running. A copy of the block is then tested with the arguments of a batch, in evaluation and in
-training: the two steps must return what the block returns, and set the attributes that it sets. State and parameters are
-random, since biases and scales that happen to be zero would hide a difference. In both runs every function draws the same
-random numbers.
+training: the two steps must return what the block returns, and set the attributes that it sets; where tensors have no values
+(on the meta device), only shapes are compared. State and parameters are random, since biases and scales that happen to be zero
+would hide a difference. In both runs every function draws the same random numbers.
 """
 
 import copy
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from revzoo.analysis.dry_run import preserve_random_streams
 from revzoo.block_steps.branch import Branch, leave_out_unreturned, silence
 from revzoo.block_steps.conventions import find_state, get_state, leave_out_caches, put_state
+from revzoo.device import has_value
 from revzoo.errors import ConversionError, UnknownNameError, join_names
 from revzoo.in_place.block_lists import BlockLists
 from revzoo.in_place.similarity import run_network
@@ -105,7 +106,7 @@ class _SameDraws(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         torch.default_generator.manual_seed(0)
-        if self._device.type != "cpu":
+        if self._device.type not in ("cpu", "meta"):
             torch.get_device_module(self._device).manual_seed(0)
         return func(*args, **(kwargs or {}))
 
@@ -199,6 +200,8 @@ class _Trial:
         return [t for each in values if isinstance(each, Tensor | tuple | list) for t in tensors_in(each)]
 
     def _require_same_state(self, whole: Tensor, split: Tensor) -> None:
+        if not has_value(whole):
+            return
         difference = float((split - whole).double().norm() / whole.double().norm())
         if difference > _SPACINGS * torch.finfo(whole.dtype).eps:
             first, second = self._parts
@@ -236,7 +239,7 @@ class _Trial:
                 def note(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
                     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
                     if tensors:
-                        given[path] = given.get(path, False) or any(bool(t.any()) for t in tensors)
+                        given[path] = given.get(path, False) or any(not has_value(t) or bool(t.any()) for t in tensors)
 
                 stack.callback(self._block.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True).remove)
             out = get_state(run(x))
@@ -285,6 +288,8 @@ def _randomize(p: Tensor) -> Tensor:
 
 def _is_alike(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are the same but for rounding."""
+    if not has_value(a):
+        return (a.shape, a.dtype) == (b.shape, b.dtype)
     if (a.shape, a.dtype) != (b.shape, b.dtype) or torch.equal(a, b) or not a.is_floating_point():
         return a.dtype == b.dtype and torch.equal(a, b)
     return bool((a - b).double().norm() <= _SPACINGS * torch.finfo(a.dtype).eps * a.double().norm())
