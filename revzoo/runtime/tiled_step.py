@@ -187,15 +187,6 @@ def run_tiles(
     return current, following
 
 
-def call_tiles(step: Step, pair: Pair, side: Any) -> Tensor:
-    """Return f(w[k]), computed tile by tile."""
-    outs = []
-    for tile in _cut_states(step, step.coupling, pair, side):
-        parts = tile.of(pair[0]), tile.of(pair[1])
-        outs.append(call_once(step, parts, cut_side(side, tile, pair[1])))
-    return torch.cat(outs, tile.dim)
-
-
 def _cut_states(step: Step, coupling: Coupling, pair: Pair, side: Any) -> list[Tile]:
     """Return the tiles of both states, after tests that f and coupling allow them."""
     tiles = step.tiles
@@ -233,4 +224,4 @@ def _cut_coupling(coupling: Coupling, tile: Tile) -> Coupling:
     return coupling
 
 
-seams.run_tiles, seams.call_tiles = run_tiles, call_tiles
+seams.run_tiles = run_tiles
