@@ -158,9 +158,9 @@ def run_tiles(
     tiles = _cut_states(step, coupling, pair, forward.side)
     previous, current = pair
     strides, inventory, total = get_strides(previous), take_inventory(step.f), _Sum()
-    following = torch.empty_like(previous, requires_grad=False)
     outs: list[Tensor] = []
     begin_call(step.f, pair[1:], pair)
+    following = torch.empty_like(previous, requires_grad=False)
     for tile in tiles:
         current, x = _Cut.apply(current, tile, total)
         older, of_tile = tile.of(previous.detach()), _cut_coupling(coupling, tile)
