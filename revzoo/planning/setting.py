@@ -15,6 +15,7 @@ from revzoo.errors import InputError, PlanError
 from revzoo.format import format_dtype
 from revzoo.model.network import Network
 from revzoo.runtime.nested import tensors_in
+from revzoo.runtime.tiles import find_tiles
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Setting:
             )
 
 
-_WORDS = {"digest": "hash of the model's parts, sizes and frozen parameters", "training": "training mode"}
+_WORDS = {"digest": "hash of the model's parts, sizes, tiles and frozen parameters", "training": "training mode"}
 
 
 def read_setting(model: nn.Module, batch: Any = None) -> Setting:
@@ -104,8 +105,11 @@ def _compute_digest(model: nn.Module) -> str:
         [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()],
         [module.training == model.training for module in model.modules()],  # False for a frozen BatchNorm, for example
     )
-    lists = [(path, chain.names, chain.coupling) for path, chain in find_block_chains(model).items()]
-    return hashlib.sha256(repr((*facts, *lists)).encode()).hexdigest()
+    chains = find_block_chains(model)
+    lists = [(path, chain.names, chain.coupling) for path, chain in chains.items()]
+    steps = [*model.modules(), *(entry.module for chain in chains.values() for entry in chain.layout())]
+    tiles = [(i, cut.count, cut.dim) for i, step in enumerate(steps) if (cut := find_tiles(step)) is not None]
+    return hashlib.sha256(repr((*facts, *lists, *tiles)).encode()).hexdigest()
 
 
 def _format_value(value: object) -> str:

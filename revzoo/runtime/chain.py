@@ -180,8 +180,8 @@ def run_chain(
             "The two streams must be floating tensors of one dtype and device. "
             f"Received: {x1.dtype} on {x1.device} and {x2.dtype} on {x2.device}."
         )
-    drops = any(isinstance(link, Step) and link.mode.drops for link in links)
-    if segment is not None or (drops and torch.is_grad_enabled() and not is_exporting()):
+    is_recorded = any(isinstance(link, Step) and (link.mode.drops or link.tiles is not None) for link in links)
+    if segment is not None or (is_recorded and torch.is_grad_enabled() and not is_exporting()):
         return _run_recorded(links, x1, x2, side, exact, lookahead, segment, keep)
     return _run_plain(links, x1, x2, side, exact)
 

@@ -99,7 +99,7 @@ def call_step(
 ) -> Tensor:
     """Return f(w[k]), recorded by `call` if there is one, after checking that it fits the stream it is added to."""
     begin_call(step.f, pair[1:], pair)
-    out = call_once(step, pair, side, call, recoverer) if step.tiles is None else seams.call_tiles(step, pair, side)
+    out = call_once(step, pair, side, call, recoverer)
     end_call(step.f, out)
     return out
 

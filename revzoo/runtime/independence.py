@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.runtime.inventory import Inventory, take_inventory
 from revzoo.runtime.random_state import RandomState, find_generators
@@ -44,7 +45,7 @@ def explain_mixing(f: Callable[..., Tensor], x: Tensor, side: Any, tiles: Sequen
         results, calls = list[Any](), _Calls()
         inventory.set_training(training)
         try:
-            with torch.no_grad(), _note_calls(calls):
+            with torch.no_grad(), _disable_current_modes(), _note_calls(calls):
                 for tile in (both, first, second):
                     calls.append([])
                     results.append(f(tile.of(x)) if side is None else f(tile.of(x), cut_side(side, tile, x)))

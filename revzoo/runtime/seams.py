@@ -8,7 +8,7 @@ that it knows of the axes:
     begin_forward       round.py, drift.py     at the beginning of the recorded forward of a chain
     make_grid           exact.py               for exact arithmetic
     record_layerwise    layerwise.py           for a step whose f is made of layers with an inverse
-    run_tiles           tiled_step.py          for a step that is cut into tiles; `call_tiles` where nothing is recorded
+    run_tiles           tiled_step.py          for a step that is cut into tiles
     keep_products       selective.py           before the first run of a call in mode `selective`
     keep_regions        kept_regions.py        before the first run of a call that has or may have regions to keep
     follower            complete_gradients.py  told which calls will run again, and which will not
@@ -45,7 +45,6 @@ begin_forward: list[Callable[..., None]] = []  # called with the forward, an inp
 make_grid: Callable[..., Any]  # called as `Grid`
 record_layerwise: Callable[..., Any]  # called with step, forward and whether it is watched; returns a call, or None
 run_tiles: Callable[..., Any]  # called with step, bound coupling, states, segment, forward and whether it will be undone
-call_tiles: Callable[..., Tensor]  # called with step, states and side input
 keep_products: Callable[[], Any]
 keep_regions: Callable[..., Any]  # called with f, its name, the forward and the conditions; returns a keeper, or None
 follower: Any = None  # has `announce` and `dismiss`, called with a call and the tensors that it runs with

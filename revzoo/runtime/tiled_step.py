@@ -158,9 +158,9 @@ def run_tiles(
     tiles = _cut_states(step, coupling, pair, forward.side)
     previous, current = pair
     strides, inventory, total = get_strides(previous), take_inventory(step.f), _Sum()
-    following = torch.empty_like(previous, requires_grad=False)
     outs: list[Tensor] = []
     begin_call(step.f, pair[1:], pair)
+    following = torch.empty_like(previous, requires_grad=False)
     for tile in tiles:
         current, x = _Cut.apply(current, tile, total)
         older, of_tile = tile.of(previous.detach()), _cut_coupling(coupling, tile)
@@ -185,15 +185,6 @@ def run_tiles(
     if torch.is_grad_enabled() and any(x.requires_grad for x in (previous, current, *outs)):
         following = _Join.apply(following, tiles, coupling.weights, previous, current, *outs)
     return current, following
-
-
-def call_tiles(step: Step, pair: Pair, side: Any) -> Tensor:
-    """Return f(w[k]), computed tile by tile."""
-    outs = []
-    for tile in _cut_states(step, step.coupling, pair, side):
-        parts = tile.of(pair[0]), tile.of(pair[1])
-        outs.append(call_once(step, parts, cut_side(side, tile, pair[1])))
-    return torch.cat(outs, tile.dim)
 
 
 def _cut_states(step: Step, coupling: Coupling, pair: Pair, side: Any) -> list[Tile]:
@@ -233,4 +224,4 @@ def _cut_coupling(coupling: Coupling, tile: Tile) -> Coupling:
     return coupling
 
 
-seams.run_tiles, seams.call_tiles = run_tiles, call_tiles
+seams.run_tiles = run_tiles

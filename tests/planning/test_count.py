@@ -155,6 +155,23 @@ def test_streams_of_unequal_width(schedules):
     agrees(chain, x, count(chain, x), [["recompute", *modes[1:]] for modes in schedules(chain, 5)])
 
 
+@pytest.mark.parametrize("tiles", [3, [4, 1, 2, 100]])
+def test_steps_cut_into_tiles(tiles, schedules):
+    chain = ReversibleChain(tokens(4))
+    x = tuple(torch.randn(2, 4, 9, 16).unbind())
+    whole = count(chain, x)
+    chain.steps[1].acts_on, chain.tiles = "tokens", tiles
+    problem = count(chain, x)
+    agrees(chain, x, problem, [["recompute", *modes[1:]] for modes in schedules(chain, 5)])
+    assert peak(problem, ["invert"] * 4) < peak(whole, ["invert"] * 4)
+
+
+def test_a_model_cut_into_tiles(tiny, schedules):
+    tiny.tiles = 2
+    x = tiny.example_input(2)
+    agrees(tiny, x, count(tiny, x), schedules(tiny, 4))
+
+
 def test_bijections_between_steps(schedules):
     def unit(width: int) -> nn.Module:
         return nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())

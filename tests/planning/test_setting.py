@@ -53,11 +53,23 @@ def test_frozen_parts_and_parts_in_evaluation_mode_are(tiny):
     assert len(set(digests)) == 3
 
 
+def test_tiles_are(tiny):
+    blocks = nn.ModuleDict({"blocks": nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))})
+    [chain] = revzoo.reversible_(blocks, "blocks").chains
+    for model, units in ((tiny, tiny), (blocks, chain)):
+        settings = []
+        for tiles in (1, 2, 3, 1):
+            units.tiles = tiles
+            settings.append(read_setting(model))
+        assert settings[0] == settings[3]
+        assert len({setting.digest for setting in settings}) == 3
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"model": "revnet_digits", "digest": "1" * 64}, "model: revnet_digits in the plan, rev_vit_digits now"),
-        ({"digest": "1" * 64}, "hash of the model's parts, sizes and frozen parameters: 111111111111 in the plan, "),
+        ({"digest": "1" * 64}, "hash of the model's parts, sizes, tiles and frozen parameters: 111111111111 in the plan, "),
         ({"device": "cuda A"}, "device: cuda A in the plan, cpu now"),
         ({"training": False}, "training mode: False in the plan, True now"),
         ({"batch": ("[4] int64", "[5] bool")}, "batch: [4] int64, [5] bool in the plan, [3, 1, 8, 8] float32 now"),
