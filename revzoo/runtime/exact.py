@@ -39,28 +39,40 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 T = TypeVar("T")
 LostBits = PackedBits | Tensor | None
+Weights = Coupling | Sequence[float]
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Return a value computed elsewhere; its gradient is that of the sum of inputs times factors."""
+    """Return a value computed elsewhere; its gradient is that of the sum of inputs times weights."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, factors: Sequence[float], *inputs: Tensor) -> Tensor:
-        ctx.factors = factors
+    def forward(ctx: Any, value: Tensor, weights: Weights, *inputs: Tensor) -> Tensor:
+        ctx.weights = weights
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(None if s == 0 else grads[0] if s == 1 else grads[0] * s for s in ctx.factors)
+        return None, None, *(scale_gradient(grads[0], weight) for weight in _read(ctx.weights))
 
 
-def attach_graph(value: Tensor, factors: Sequence[float], *inputs: Tensor) -> Tensor:
-    """Return a value, differentiated as the sum of inputs times factors."""
+def _read(weights: Weights) -> Sequence[float | Tensor]:
+    return weights.weights if isinstance(weights, Coupling) else weights
+
+
+def scale_gradient(gradient: Tensor, weight: float | Tensor) -> Tensor | None:
+    """Return the gradient times a weight; None for 0."""
+    if isinstance(weight, Tensor):
+        return gradient * weight
+    return None if weight == 0 else gradient if weight == 1 else gradient * weight
+
+
+def attach_graph(value: Tensor, weights: Weights, *inputs: Tensor) -> Tensor:
+    """Return a value, differentiated as the sum of inputs times weights; those of a coupling may differ between examples."""
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return value
     # Compiled autograd cannot add a gradient that is None.
-    inputs = tuple(x if s else x.detach() for x, s in zip(inputs, factors, strict=True))
-    attached: Tensor = _StraightThrough.apply(value, factors, *inputs)
+    inputs = tuple(x if isinstance(s, Tensor) or s else x.detach() for x, s in zip(inputs, _read(weights), strict=True))
+    attached: Tensor = _StraightThrough.apply(value, weights, *inputs)
     return attached
 
 
@@ -206,7 +218,7 @@ class Grid:
         terms = previous, current, out
         advance = self._compile_if_exact(_advance, coupling, *terms)
         following, bits = advance(*(x.detach() for x in terms), coupling, self.scale, self.limit, keeps_bits)
-        return attach_graph(following, (coupling.b, coupling.a, coupling.c), *terms), bits
+        return attach_graph(following, coupling, *terms), bits
 
     def invert(
         self,

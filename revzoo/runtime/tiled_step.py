@@ -19,6 +19,7 @@ from revzoo.errors import InputError
 from revzoo.runtime import seams
 from revzoo.runtime.chain_link import call_once
 from revzoo.runtime.coupling import Coupling, Pair, RandomSign
+from revzoo.runtime.exact import scale_gradient
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.independence import explain_mixing
 from revzoo.runtime.inventory import take_inventory
@@ -124,20 +125,15 @@ class _Join(torch.autograd.Function):
     """Return w[k+1], computed elsewhere; its gradient goes to w[k-1], w[k] and what f has returned for every tile."""
 
     @staticmethod
-    def forward(ctx: Any, following: Tensor, tiles: Sequence[Tile], weights: Any, *terms: Tensor) -> Tensor:
-        ctx.tiles, ctx.weights = tiles, weights
+    def forward(ctx: Any, following: Tensor, tiles: Sequence[Tile], coupling: Coupling, *terms: Tensor) -> Tensor:
+        ctx.tiles, ctx.coupling = tiles, coupling
         return following.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (b, a, c) = grads, ctx.weights
-        return None, None, None, _scale(grad, b), _scale(grad, a), *(_scale(tile.of(grad), c) for tile in ctx.tiles)
-
-
-def _scale(grad: Tensor, weight: Any) -> Tensor | None:
-    if isinstance(weight, Tensor):
-        return grad * weight
-    return None if weight == 0 else grad if weight == 1 else grad * weight
+        (grad,), (b, a, c) = grads, ctx.coupling.weights
+        changes = [scale_gradient(tile.of(grad), c) for tile in ctx.tiles]
+        return None, None, None, scale_gradient(grad, b), scale_gradient(grad, a), *changes
 
 
 def run_tiles(
@@ -183,7 +179,7 @@ def run_tiles(
         outs.append(out)
     end_call(step.f, outs)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (previous, current, *outs)):
-        following = _Join.apply(following, tiles, coupling.weights, previous, current, *outs)
+        following = _Join.apply(following, tiles, coupling, previous, current, *outs)
     return current, following
 
 

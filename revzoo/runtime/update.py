@@ -14,7 +14,7 @@ from revzoo.bijection import Bijection
 from revzoo.dtype import match_dtype
 from revzoo.invertible import add, subtract
 from revzoo.runtime.coupling import Coupling, Pair, RandomSign
-from revzoo.runtime.exact import without_negative_zeros
+from revzoo.runtime.exact import attach_graph, without_negative_zeros
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import wraps_tensors
 from revzoo.runtime.ownership import is_held_alone
@@ -149,16 +149,17 @@ class SignedUpdate(StepUpdate):
 
     def __init__(self, coupling: RandomSign, grid: Any, previous: Tensor | None = None, will_be_undone: bool = False):
         super().__init__(coupling.momentum, grid, previous, will_be_undone)
-        self._ordinary, self._sign = coupling.ordinary, cast(Tensor, coupling.sign)
+        self._signed, self._ordinary, self._sign = coupling, coupling.ordinary, cast(Tensor, coupling.sign)
 
     @property
     def lost_bits(self) -> Sequence[Tensor]:
         return *super().lost_bits, self._sign
 
     def advance(self, pair: Pair, out: Tensor) -> Pair:
-        out = self._ordinary.advance(*pair, match_dtype(out, pair[0]))
-        _, following = super().advance((pair[0] * self._sign, pair[1] * self._sign), out)
-        return pair[1], following
+        with torch.no_grad():
+            total = self._ordinary.advance(*pair, match_dtype(out, pair[0]))
+            _, following = super().advance((pair[0] * self._sign, pair[1] * self._sign), total)
+        return pair[1], attach_graph(following, self._signed, *pair, out)
 
     def invert(self, pair: Pair, out: Tensor) -> Pair:
         current, following = pair
