@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from revzoo.analysis.dry_run import LossFunction, call, compute_loss, in_mode, isolated
 from revzoo.dtype import HALF
 from revzoo.errors import ConversionError, InputError, UnknownNameError
+from revzoo.parts.heads.text import MaskedLM, TokenLinear
 from revzoo.runtime.chunked_loss import refuse_batch_norm, require_chunk
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.lazy_logits import LazyLogits, WholeLogitsWarning
 from revzoo.runtime.ownership import ModuleReference
 from revzoo.runtime.transforms import must_store
 
+HEADS_OF_TOKENS = TokenLinear | MaskedLM  # of the zoo; a mask has no effect on them
 _TOLERANCE, _TOLERANCE_IN_HALF = 1e-4, 0.05  # of loss and gradients, relative; many networks compute the loss in float32
 
 
@@ -128,9 +130,15 @@ class ChunkedHead:
         """Return logits: lazy ones in training."""
         module = self.module
         run = self._own_forward or type(module).forward.__get__(module)
-        others = [a for a in (*args, *kwargs.values()) if a is not None]
         is_trained = hidden.requires_grad or any(p.requires_grad for p in module.parameters())
-        is_lazy = module.training and torch.is_grad_enabled() and is_trained and hidden.dim() >= 2 and not others
+        is_lazy = module.training and torch.is_grad_enabled() and is_trained and hidden.dim() >= 2
+        if not isinstance(module, HEADS_OF_TOKENS) and any(a is not None for a in (*args, *kwargs.values())) and is_lazy:
+            is_lazy = False
+            warnings.warn(
+                f"The whole logits are made: {type(module).__name__} is called with more than hidden states.",
+                WholeLogitsWarning,
+                stacklevel=2,
+            )
         if not is_lazy or is_exporting() or must_store():
             logits: Tensor = run(hidden, *args, **kwargs)
             return logits
