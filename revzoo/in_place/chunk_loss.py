@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from revzoo.analysis.dry_run import LossFunction, call, compute_loss, in_mode, isolated
 from revzoo.dtype import HALF
 from revzoo.errors import ConversionError, InputError, UnknownNameError
-from revzoo.parts.heads.text import MaskedLM, TokenLinear
 from revzoo.runtime.chunked_loss import refuse_batch_norm, require_chunk
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.lazy_logits import LazyLogits, WholeLogitsWarning
 from revzoo.runtime.ownership import ModuleReference
 from revzoo.runtime.transforms import must_store
 
-HEADS_OF_TOKENS = TokenLinear | MaskedLM  # of the zoo; a mask has no effect on them
 _TOLERANCE, _TOLERANCE_IN_HALF = 1e-4, 0.05  # of loss and gradients, relative; many networks compute the loss in float32
 
 
@@ -132,7 +130,8 @@ class ChunkedHead:
         run = self._own_forward or type(module).forward.__get__(module)
         is_trained = hidden.requires_grad or any(p.requires_grad for p in module.parameters())
         is_lazy = module.training and torch.is_grad_enabled() and is_trained and hidden.dim() >= 2
-        if not isinstance(module, HEADS_OF_TOKENS) and any(a is not None for a in (*args, *kwargs.values())) and is_lazy:
+        has_others = any(a is not None for a in (*args, *kwargs.values())) and not is_head_of_tokens(module)
+        if is_lazy and has_others:
             is_lazy = False
             warnings.warn(
                 f"The whole logits are made: {type(module).__name__} is called with more than hidden states.",
@@ -154,6 +153,11 @@ class ChunkedHead:
         # No token has no FLOPs. With its graph: autocast keeps its casts of weights, and those without one would freeze them.
         sample = compute(hidden.flatten(0, -2)[:0])
         return LazyLogits(compute, hidden, sample, module, self._chunk)
+
+
+def is_head_of_tokens(module: object) -> bool:
+    """Return whether this is a head of the zoo that returns the logits of each token; it may be given a mask without effect."""
+    return getattr(module, "per_token", False) is True
 
 
 def get_chunked_head(module: nn.Module) -> ChunkedHead | None:

@@ -12,7 +12,7 @@ from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import preserve
 from revzoo.errors import ConversionError
 from revzoo.in_place.block_lists import choose_chains, find_lists
-from revzoo.in_place.chunk_loss import HEADS_OF_TOKENS, chunk_loss_, get_chunked_head
+from revzoo.in_place.chunk_loss import chunk_loss_, get_chunked_head, is_head_of_tokens
 from revzoo.in_place.peaks import checkpoint_block
 from revzoo.in_place.reversible import ordinary_, reversible_
 from revzoo.in_place.survey import watched_calls
@@ -98,7 +98,7 @@ def make_blocks_reversible(model: nn.Module, **options: Any) -> Iterator[None]:
 def has_head_of_tokens(model: nn.Module) -> bool:
     """Return whether a network of Transformers or of the zoo has a head that returns logits of tokens."""
     find = getattr(model, "get_output_embeddings", None)
-    return isinstance(find(), nn.Module) if callable(find) else isinstance(getattr(model, "head", None), HEADS_OF_TOKENS)
+    return isinstance(find(), nn.Module) if callable(find) else is_head_of_tokens(getattr(model, "head", None))
 
 
 @contextmanager
