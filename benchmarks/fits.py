@@ -9,7 +9,7 @@ models of the zoo are (zoo_card.py), but with cross-entropy of its logits. Netwo
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -21,7 +21,7 @@ import torch
 import transformers
 from ordinary_networks import UNet
 from torch import nn
-from zoo_card import DTYPES, SHARES, SIZES, Changes, autocast, count_both_sizes, count_optimizers, fit_timeline
+from zoo_card import DTYPES, SHARES, SIZES, Changes, autocast, count_both_sizes, count_chunked, count_optimizers, fit_timeline
 
 from revzoo.analysis.dry_run import compute_usual_loss
 from revzoo.errors import ConversionError
@@ -32,7 +32,7 @@ from revzoo.graph.counted_step import count_step as count_planned
 from revzoo.graph.front import find_front
 from revzoo.graph.spans import Nest, Spans
 from revzoo.graph.step_record import record
-from revzoo.in_place.ways import checkpoint_blocks, make_blocks_reversible, without_packing_masks
+from revzoo.in_place.ways import CHUNKED, Way, list_ways, without_packing_masks
 
 Batch = Any
 _PLANNED = 128  # examples: in small batches weights and gradients are most of a peak, and plans have little to spare
@@ -127,23 +127,24 @@ def count_row(network: Network) -> dict[str, Any]:
     """Return what a row of docs/zoo.json says, as far as the page needs it."""
     with torch.device("meta"):
         module = network.make().to(getattr(torch, network.dtype or "float32"))
-    ways: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
-        "store": nullcontext,
-        "checkpointed": checkpoint_blocks,
-        "reversible": make_blocks_reversible,
-    }
-    methods = []
+    ways: dict[str, Way] = {"store": nullcontext} | list_ways(module)
+    methods = dict[str, dict[str, Any]]()
     for name, change in ways.items():
         with suppress(ConversionError), without_packing_masks(None), change(module):  # of networks without such blocks
-            counted = count_both_sizes(module, network.make_batch, compute_usual_loss, network.dtypes)
-            methods.append({"name": name, "modes": {}} | counted)
+            counted = module, network.make_batch, compute_usual_loss
+            if name.endswith(CHUNKED):
+                whole = methods[name.removesuffix(CHUNKED)]
+                methods |= {method["name"]: method for method in count_chunked(*counted, whole, network.dtypes)}
+            else:
+                methods[name] = {"name": name, "modes": {}} | count_both_sizes(*counted, network.dtypes)
     planned = {key: count_plans(module, network, dtype) for key, dtype in network.dtypes.items()}
     for number in range(len(SHARES)):
         flops, *_ = (planned[dtype][number][0] for dtype in network.dtypes)
         timelines = {dtype: fit_timeline(planned[dtype][number][1]) for dtype in network.dtypes}
-        methods.append({"name": f"plan {number + 1}", "modes": {}, "flops": flops} | timelines)
+        name = f"plan {number + 1}"
+        methods[name] = {"name": name, "modes": {}, "flops": flops} | timelines
     parameters = sum(p.numel() for p in module.parameters())
-    card = {"methods": methods, "optimizers": count_optimizers(module)}
+    card = {"methods": [*methods.values()], "optimizers": count_optimizers(module)}
     row = {"card": card, "input": network.describe_input(), "parameters": parameters}
     return row if network.dtype is None else row | {"dtype": network.dtype}
 

@@ -6,7 +6,8 @@ the byte; the highest in each of a few dozen sections of the step draw its timel
 
 A row of `docs/zoo.json` gets a key `card`:
 
-    methods     the model stored, inverted and by plans of the planner, and its ordinary twin with a checkpoint at every block:
+    methods     the model stored, inverted and by plans of the planner, and its ordinary twin with a checkpoint at every block;
+                of a language model the inverted one and the twin with a loss in chunks, too:
                 how many units are in each mode, FLOPs of a step for an example, and a timeline in each dtype.
     optimizers  bytes of the state, and what an update takes besides; `twin_optimizers` are those of the twin.
 
@@ -16,6 +17,7 @@ It is null for a model whose step allocates otherwise in another batch.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
@@ -26,16 +28,17 @@ from torch import nn
 
 from revzoo.analysis.autocast import leave_autocast
 from revzoo.analysis.chains import preserve_schedules
-from revzoo.analysis.dry_run import LossFunction, call, isolated, linear_loss
+from revzoo.analysis.dry_run import LossFunction, call, compute_cross_entropy, isolated, linear_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.twin import build_twin
-from revzoo.in_place.ways import SWITCHES
+from revzoo.in_place.ways import CHUNKED, SWITCHES, chunk_loss_of, has_head_of_tokens, in_mode
 from revzoo.inplace_abn import backward
 from revzoo.model.create import create
 from revzoo.model.model import Model
 from revzoo.planning.planner import solve
 from revzoo.planning.profiling.profile import profile
+from revzoo.runtime.chunked_loss import _Tokens
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.mode import Mode
@@ -54,6 +57,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {  # foreach is 
     "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
 }
 SIZES = (4, 8)  # batches that are counted; plans are made for the second
+# A loss in chunks has more of them in larger batches. Two are counted: all others add to sums of gradients as the second does.
+_CHUNKS, _CHUNKED_SIZES = 2, (16, 32)
 SHARES = (0.0, 0.2, 0.5)  # of the way from the smallest peak to that of storing: the budgets that are planned for
 _SECTIONS, _DRAWN_SIZE = 24, 32  # of a timeline, and the batch whose highest point of each is kept
 
@@ -73,17 +78,29 @@ def count_card(name: str) -> dict[str, Any] | None:
 
 
 def _count_card(model: Model) -> dict[str, Any]:
-    methods = [count_method(model, model, label, schedule) for label, schedule in _choose_schedules(model).items()]
+    loss = _compute_token_loss if has_head_of_tokens(model) else linear_loss
+    methods = [count_method(model, model, label, schedule, loss) for label, schedule in _choose_schedules(model, loss).items()]
     card = {"methods": methods, "optimizers": count_optimizers(model)}
+    networks: dict[str, nn.Module] = {Mode.INVERT: model}
     if (twin := build_checkpointed_twin(model)) is not None:
-        methods.append(count_method(twin, model, "twin"))
+        networks["twin"] = twin
+        methods.append(count_method(twin, model, "twin", loss=loss))
         card["twin_optimizers"] = count_optimizers(twin)
+    for name, network in networks.items():
+        if has_head_of_tokens(network):
+            with in_mode(model, Mode.INVERT), chunk_loss_of(network):
+                whole = next(method for method in methods if method["name"] == name)
+                methods += count_chunked(network, model.example_input, loss, whole)
     return card
 
 
-def _choose_schedules(model: Model) -> dict[str, list[Mode]]:
+def _compute_token_loss(outputs: Any) -> torch.Tensor:
+    return compute_cross_entropy(getattr(outputs, "logits", outputs))
+
+
+def _choose_schedules(model: Model, loss: LossFunction) -> dict[str, list[Mode]]:
     """Return schedules by name: stored, inverted, and plans for a few budgets, the fastest first."""
-    measured = profile(model, model.example_input(SIZES[1]))
+    measured = profile(model, model.example_input(SIZES[1]), loss=loss)
     stored = solve(measured, 2**50)
     between = stored.no_recompute_peak_bytes - stored.min_peak_bytes
     plans = [list(solve(measured, stored.min_peak_bytes + int(share * between)).schedule) for share in SHARES]
@@ -110,7 +127,9 @@ def build_checkpointed_twin(model: Model) -> nn.Module | None:
     return None
 
 
-def count_method(network: nn.Module, model: Model, name: str, schedule: Sequence[Mode] | None = None) -> Method:
+def count_method(
+    network: nn.Module, model: Model, name: str, schedule: Sequence[Mode] | None = None, loss: LossFunction = linear_loss
+) -> Method:
     """Return a method's modes, its FLOPs for an example, and its timeline in each dtype.
 
     Args:
@@ -118,21 +137,46 @@ def count_method(network: nn.Module, model: Model, name: str, schedule: Sequence
         model: whose example inputs the network gets.
         name: of the method.
         schedule: of the model; None for the twin.
+        loss: of what the network returns.
     """
     with preserve_schedules(model):
         if schedule is not None:
             model.schedule = schedule
-        return {"name": name, "modes": Counter(schedule or ())} | count_both_sizes(network, model.example_input, linear_loss)
+        return {"name": name, "modes": Counter(schedule or ())} | count_both_sizes(network, model.example_input, loss)
 
 
 def count_both_sizes(
-    network: nn.Module, make_batch: Callable[[int], Any], loss: LossFunction, dtypes: Mapping[str, str] = DTYPES
+    network: nn.Module,
+    make_batch: Callable[[int], Any],
+    loss: LossFunction,
+    dtypes: Mapping[str, str] = DTYPES,
+    sizes: tuple[int, int] = SIZES,
 ) -> Method:
     """Return the FLOPs of a step for an example, and its timeline in each dtype by its key."""
-    batches = [make_batch(size) for size in SIZES]
+    batches = [make_batch(size) for size in sizes]
     steps = {key: [count_step(network, batch, dtype, loss) for batch in batches] for key, dtype in dtypes.items()}
-    timelines = {key: fit_timeline([changes for changes, _ in counted]) for key, counted in steps.items()}
-    return {"flops": next(iter(steps.values()))[0][1] // SIZES[0]} | timelines
+    timelines = {key: fit_timeline([changes for changes, _ in counted], sizes) for key, counted in steps.items()}
+    return {"flops": next(iter(steps.values()))[0][1] // sizes[0]} | timelines
+
+
+def count_chunked(
+    network: nn.Module, make_batch: Callable[[int], Any], loss: LossFunction, whole: Method, dtypes: Mapping[str, str] = DTYPES
+) -> Iterator[Method]:
+    """Yield a method with a loss in chunks, whose FLOPs are those of the whole loss; none if a chunk is dozens of texts."""
+    with suppress(_FewTokensError):
+        counted = count_both_sizes(network, make_batch, loss, dtypes, _CHUNKED_SIZES)
+        yield counted | {"name": whole["name"] + CHUNKED, "modes": whole["modes"], "flops": whole["flops"]}
+
+
+class _FewTokensError(Exception):
+    """A batch has fewer tokens than two chunks."""
+
+
+def _take_chunks(tokens: _Tokens, own_chunks: Callable[[_Tokens], Iterator[Any]] = _Tokens.__iter__) -> Iterator[Any]:
+    for place, x, labels in islice(own_chunks(tokens), _CHUNKS):
+        if len(labels) < tokens._chunk:
+            raise _FewTokensError
+        yield place, x, labels
 
 
 def count_step(network: nn.Module, batch: Any, dtype: str, loss_function: LossFunction = linear_loss) -> tuple[Changes, int]:
@@ -140,7 +184,8 @@ def count_step(network: nn.Module, batch: Any, dtype: str, loss_function: LossFu
     live, flops = LiveBytes(), FlopCounter()
     # Both batches have as many parts in the backward of in-place ABN.
     same_parts = patch.object(backward, "_PART", int(backward._PART * len(next(tensors_in(batch))) / SIZES[1]))
-    with autocast(dtype), isolated(network, batch, fake=True) as inputs, ignore_error_growth(), same_parts:
+    same_chunks = patch.object(_Tokens, "__iter__", _take_chunks)
+    with autocast(dtype), isolated(network, batch, fake=True) as inputs, ignore_error_growth(), same_parts, same_chunks:
         live.watch([*network.parameters(), *network.buffers(), inputs])
         start = sum(change for _, change in live.log)
         live.log.clear()
@@ -157,7 +202,7 @@ def autocast(dtype: str) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
 
 
-def fit_timeline(steps: Sequence[Changes]) -> Timeline:
+def fit_timeline(steps: Sequence[Changes], sizes: tuple[int, int] = SIZES) -> Timeline:
     """Return the lines of a step that was counted in both sizes.
 
     `at` is a time in thousandths of the step; then `fixed + each * size` bytes are alive. The last line is that of its end.
@@ -165,11 +210,11 @@ def fit_timeline(steps: Sequence[Changes]) -> Timeline:
     # Autocast frees its casts in any order, so the steps are compared where they have just allocated something.
     grown = steps[0] > 0
     if not np.array_equal(grown, steps[1] > 0):
-        raise UnevenStepError(f"batches of {SIZES[0]} and {SIZES[1]} allocate differently")
+        raise UnevenStepError(f"batches of {sizes[0]} and {sizes[1]} allocate differently")
     grown[-1] = True
     small, large = (changes.cumsum()[grown] for changes in steps)
-    each = (large - small) // (SIZES[1] - SIZES[0])
-    fixed = small - each * SIZES[0]
+    each = (large - small) // (sizes[1] - sizes[0])
+    fixed = small - each * sizes[0]
     sections = np.array_split(np.arange(len(each)), min(_SECTIONS, len(each)))
     drawn = {int(section[(fixed + each * _DRAWN_SIZE)[section].argmax()]) for section in sections}
     kept = sorted(drawn | set(_find_highest(fixed, each)) | {len(each) - 1})

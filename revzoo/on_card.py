@@ -8,11 +8,12 @@ evenly, and at most as its square.
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +34,7 @@ from revzoo.analysis.step_memory import run_and_measure
 from revzoo.errors import BudgetError, InputError, MissingValueError, RevzooError
 from revzoo.graph.module_planner import plan_module
 from revzoo.graph.progress import Report, keep_silent
-from revzoo.in_place.ways import (
-    checkpoint_blocks,
-    chunk_loss_of,
-    has_head_of_tokens,
-    make_blocks_reversible,
-    without_packing_masks,
-)
+from revzoo.in_place.ways import CHUNKED, Way, chunk_loss_of, has_head_of_tokens, in_mode, list_ways, without_packing_masks
 from revzoo.model.model import Model
 from revzoo.planning.card import Fits, Method, parse_card
 from revzoo.planning.fit import find_largest
@@ -48,12 +43,12 @@ from revzoo.planning.profiling.clock import find_median, make_clock
 from revzoo.planning.profiling.hooks import PlannableModel
 from revzoo.planning.profiling.profile import profile
 from revzoo.runtime.drift import ignore_error_growth
+from revzoo.runtime.lazy_logits import WholeLogitsWarning
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import map_tensors, tensors_in
 
 _MOST = 2**20  # examples or tokens
-_REVERSIBLE: dict[str, dict[str, Any]] = {"reversible": {}, "random signs": {"kept_bits": 1, "sign": "random"}}
-_CHUNKED = ", chunked loss"
+_BEFORE_PLANS = ("checkpointed", "inverted")  # a plan may be as large as they are
 _USUAL_CARD = 24 * 10**9  # RTX 3090 and 4090, L4, A10
 _ROUNDS = 3  # of timed steps
 _COMPARED = {"stored": Mode.STORE, "checkpointed": Mode.RECOMPUTE, "reversible": Mode.INVERT}
@@ -81,7 +76,7 @@ def fits(
         card: its memory, such as "24GB"; None is that of the CUDA device, or 24 GB where there is none.
         optimizer: its state is part of every peak, and its update may be the peak.
         loss: computes the loss from what the model returns; None is cross-entropy of its logits, where it returns an object
-            that has some or a row of numbers for each example, and otherwise a sum.
+            that has some or a row of numbers for each example, or is a language model of the zoo, and otherwise a sum.
         vary_length: look for the longest text instead of the largest batch.
         report: is told now and then what is being done, for a status line; None tells nobody.
     Raises:
@@ -96,10 +91,11 @@ def fits(
         raise InputError("A batch of texts has a tensor of two dimensions: texts and tokens. Received: none.")
     most = min(_MOST, getattr(getattr(model, "config", None), "max_position_embeddings", _MOST)) if vary_length else _MOST
     answer = Fits(type(model).__name__, size, ("batch", "tokens")[dim], card_bytes, 0, ())
-    count = _Count(model, batch, dim, size, most, answer.limit_bytes, optimizer, taken, loss or compute_usual_loss)
-    report("counting a step that stores everything")
     own = isinstance(model, PlannableModel)
-    with _in_mode(model, Mode.STORE) if own else nullcontext():
+    loss = loss or (compute_cross_entropy if own and has_head_of_tokens(model) else compute_usual_loss)
+    count = _Count(model, batch, dim, size, most, answer.limit_bytes, optimizer, taken, loss)
+    report("counting a step that stores everything")
+    with in_mode(model, Mode.STORE) if own else nullcontext():
         try:
             memory, flops = count.run(size)
         except Exception as error:  # a network may raise anything where its tensors have no values
@@ -112,14 +108,15 @@ def fits(
                 f"{_describe_problem(error)}. The {('first', 'second')[dim]} dimension of a batch's tensors is "
                 f"resized, from {size} here: make it that of the {('examples', 'tokens')[dim]}."
             ) from error
-    ways: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {"checkpointed": checkpoint_blocks}
-    if own:
-        ways = {"checkpointed": lambda model: _in_mode(model, Mode.RECOMPUTE)}
-        ways["inverted"] = lambda model: _in_mode(model, Mode.INVERT)
-    methods = [stored]
-    for name, change in ways.items():
-        report(f"counting: {name}")
-        methods.append(_try(name, partial(count.count_with, name, change, flops)))
+
+    def count_ways(ways: Mapping[str, Way]) -> Iterator[Method]:
+        for name, change in ways.items():
+            report(f"counting: {name}")
+            yield _try(name, partial(count.count_with, name, change, flops))
+
+    ways = list_ways(model)
+    first = {name: ways.pop(name) for name in _BEFORE_PLANS if name in ways}
+    methods = [stored, *count_ways(first)]
     fixed = memory.weight_bytes + memory.buffer_bytes + memory.gradient_bytes + memory.optimizer_bytes
     if fixed > answer.limit_bytes:
         methods.append(Method("planned", problem="Weights, gradients and optimizer state are more than the card has"))
@@ -127,13 +124,7 @@ def fits(
         report("planning")
         most_of_others = max(method.largest for method in methods)
         methods.append(_try("planned", partial(_plan, count, stored, memory, most_of_others, report)))
-    ways = {} if own else {name: partial(make_blocks_reversible, **options) for name, options in _REVERSIBLE.items()}
-    if not own and loss is None and has_head_of_tokens(model):
-        chunked = {"checkpointed": checkpoint_blocks, "random signs": ways["random signs"]}
-        ways |= {name + _CHUNKED: partial(chunk_loss_of, change=change) for name, change in chunked.items()}
-    for name, change in ways.items():
-        report(f"counting: {name}")
-        methods.append(_try(name, partial(count.count_with, name, change, flops)))
+    methods += count_ways(ways)
     return replace(answer, fixed_bytes=fixed, methods=tuple(methods))
 
 
@@ -162,13 +153,13 @@ def compare_losses(
     answer = Fits(model.spec.name, size, "batch", _read_card() if card is None else parse_card(card), 0, ())
     taken, limit = count_optimizer(model, optimizer), answer.limit_bytes
     count = _Count(model, ids, 0, size, _MOST, limit, optimizer, taken, compute_cross_entropy)
-    ways: dict[str, tuple[Mode, Callable[[nn.Module], AbstractContextManager[Any]]]] = {}
+    ways: dict[str, tuple[Mode, Way]] = {}
     for name, mode in _COMPARED.items():
-        ways |= {name: (mode, nullcontext), name + _CHUNKED: (mode, chunk_loss_of)}
+        ways |= {name: (mode, nullcontext), name + CHUNKED: (mode, chunk_loss_of)}
     methods, least, fixed = list[Method](), 0, 0
     for name, (mode, change) in ways.items():
         report(f"counting: {name}")
-        with _in_mode(model, mode), change(model), _autocast(ids, precision):
+        with in_mode(model, mode), change(model), _autocast(ids, precision):
             memory, flops = count.run(size)
             least = least or flops
             methods.append(count.describe(name, memory, flops / least))
@@ -177,7 +168,7 @@ def compare_losses(
     for round_ in range(0 if ids.is_meta else _ROUNDS + 1):  # the first warms up
         for name, (mode, change) in ways.items():
             report(f"timing: {name}")
-            with _in_mode(model, mode), change(model):
+            with in_mode(model, mode), change(model):
                 begin = clock.mark()
                 with _autocast(ids, precision):
                     logits = model(ids)
@@ -242,9 +233,10 @@ class _Count:
         largest = self._find_largest(memory.peak_bytes)
         return Method(name, memory.after_forward_bytes, memory.peak_bytes, work, largest)
 
-    def count_with(self, name: str, change: Callable[[nn.Module], AbstractContextManager[None]], stored: int) -> Method:
+    def count_with(self, name: str, change: Way, stored: int) -> Method:
         """Return the row of a model that is changed meanwhile, given the FLOPs of storing everything."""
-        with change(self.model):
+        with change(self.model), catch_warnings():
+            simplefilter("error", WholeLogitsWarning)
             memory, flops = self.run(self.size)
             return self.describe(name, memory, flops / max(1, stored))
 
@@ -332,13 +324,6 @@ def _plan_of_the_zoo(count: _Count, size: int, budget: int | None, report: Repor
         plan.apply(count.model)
         memory, flops = replace(count, batch=batch, size=size).run(size)
     return Method("planned", memory.after_forward_bytes, memory.peak_bytes, flops / max(1, flops - plan.extra_flops)), least
-
-
-@contextmanager
-def _in_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
-    with preserve_schedules(model) as assign:
-        assign(mode)
-        yield
 
 
 def _read_card() -> int:

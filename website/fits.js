@@ -18,9 +18,16 @@ const STEPS = {
     title: "Reversible steps keep nothing: backward computes their inputs again from their outputs. Stem, transitions and head store" },
   reversible: { name: "reversible", color: "var(--inverted)",
     title: "revzoo.reversible_: blocks are reversible steps that keep 8 bits of every element; the function changes a little" },
-  planned: { color: "var(--planned)",
-    title: "revzoo.plan: of the plans counted for this network, the one with the least work that fits" },
+  "random signs": { name: "random signs", color: "var(--signs)",
+    title: "revzoo.reversible_ that keeps one bit of every element, of a random sign, which is noise in training alone" },
 };
+for (const label of ["checkpointed", "checkpointed twin", "inverted", "random signs"]) {
+  const { name, color } = STEPS[label];
+  const title = `As ${label}, with revzoo.chunk_loss_: head and loss a few hundred tokens at a time`;
+  STEPS[`${label}, chunked loss`] = { name: `${name}, chunked loss`, color, dashes: "2 4", title };
+}
+STEPS.planned = { color: "var(--planned)", dashes: "7 5",
+  title: "revzoo.plan: of the plans counted for this network, the one with the least work that fits" };
 const HEADS = {
   "training step": "What is kept for backward", peak: "The most memory in use at once, all in all", fits: "Whether the peak fits the card",
   "largest batch": "That fits the card. For planned: with the plan that takes the least", work: "FLOPs of the step over those of storing",
@@ -61,7 +68,7 @@ function findLargestBatch(method, setting) {
 // Returns the methods by their names on the page. Planned is the one with the least work that fits, or else the smallest.
 function chooseMethods(card, setting) {
   const methods = card.methods.map((method) => {
-    const optimizers = method.name === "twin" ? card.twin_optimizers : card.optimizers;
+    const optimizers = method.name.startsWith("twin") ? card.twin_optimizers : card.optimizers;
     const measured = { ...method, optimizers };
     return { ...measured, peak: countPeak(measured, setting), largest: findLargestBatch(measured, setting) };
   });
@@ -142,7 +149,7 @@ function update() {
     const state = method.optimizers[setting.optimizer][0];
     const lines = method[setting.dtype];
     const points = listBytes(lines, setting.batch).map((bytes, i) => [lines.at[i], bytes + state]);
-    return { color: STEPS[label].color, points, dashed: label === "planned" };
+    return { ...STEPS[label], points };
   });
   drawTimeline(fits.querySelector("svg"), curves, setting.limit);
   history.replaceState(null, "", `#${new URLSearchParams(new FormData(form))}`);

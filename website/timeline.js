@@ -26,7 +26,7 @@ function listTicks(most) {
   return Array.from({ length: Math.floor(most / step) + 1 }, (_, i) => i * step);
 }
 
-// curves: [{ color, dashed, points: [[time in thousandths, bytes], ...] }]; limit: bytes that a step may take.
+// curves: [{ color, dashes, points: [[time in thousandths, bytes], ...] }]; limit: bytes that a step may take.
 function drawTimeline(svg, curves, limit) {
   const width = svg.clientWidth;
   svg.setAttribute("viewBox", `0 0 ${width} ${BOX.bottom + 24}`);
@@ -39,9 +39,9 @@ function drawTimeline(svg, curves, limit) {
     addShape(svg, "line", { x1: BOX.left, x2: right, y1: y(bytes), y2: y(bytes), opacity: 0.35 });
     addShape(svg, "text", { x: BOX.left - 6, y: y(bytes) + 4, "text-anchor": "end" }, formatBytes(bytes));
   }
-  for (const { color, points, dashed } of curves) {
+  for (const { color, points, dashes } of curves) {
     const path = points.map(([time, bytes], i) => `${i ? "L" : "M"}${x(time).toFixed(1)} ${y(bytes).toFixed(1)}`).join("");
-    addShape(svg, "path", { d: path, style: `stroke: ${color}`, "stroke-dasharray": dashed ? "7 5" : "none" });
+    addShape(svg, "path", { d: path, style: `stroke: ${color}`, "stroke-dasharray": dashes ?? "none" });
   }
   if (limit <= most) {
     addShape(svg, "line", { class: "limit", x1: BOX.left, x2: right, y1: y(limit), y2: y(limit) });

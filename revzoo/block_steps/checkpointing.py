@@ -9,8 +9,8 @@ A reentrant checkpoint in somebody's own loop cannot be left: it runs blocks wit
 
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from traceback import walk_stack
 from typing import Any, Protocol
@@ -81,6 +81,19 @@ class Checkpoints:
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether a module of Transformers or timm is set to recompute its blocks in backward."""
     return any(getattr(module, flag, False) is True for flag in _FLAGS)
+
+
+@contextmanager
+def without_checkpoints(model: nn.Module) -> Iterator[None]:
+    """Let the networks of Transformers and timm store everything inside the block."""
+    flags = [(module, flag) for module in model.modules() for flag in _FLAGS if vars(module).get(flag) is True]
+    try:
+        for module, flag in flags:
+            setattr(module, flag, False)
+        yield
+    finally:
+        for module, flag in flags:
+            setattr(module, flag, True)
 
 
 def leave_checkpoint() -> AbstractContextManager[object]:

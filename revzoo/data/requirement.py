@@ -8,8 +8,6 @@ from revzoo.model.builder import build
 from revzoo.registry import branches
 from revzoo.spec.schema import ImageInput, Spec
 
-_CAUSAL = ("causal_attention", "chunked_mlp", "decoder_block", "feed_forward", "mlp")  # in which no token sees later ones
-
 
 def count_required_outputs(spec: Spec, data: Data, name: str) -> int:
     """Return how many outputs a model needs for a data set: the number of classes, or a language model's vocabulary.
@@ -47,7 +45,8 @@ def count_required_outputs(spec: Spec, data: Data, name: str) -> int:
 
 
 def _is_causal(spec: Spec) -> bool:
-    """Return whether every branch always is causal, or has its argument `causal` set."""
+    """Return whether every branch is causal, since it takes what was read before, or has its argument `causal` set."""
     parts = [part for stage in spec.stages for part in (stage.f, stage.g) if part is not None]
-    mixing = [(part, branches.arguments(part.type).get("causal")) for part in parts if part.type not in _CAUSAL]
-    return all(parameter is not None and part.arguments.get("causal", parameter.default) for part, parameter in mixing)
+    mixing = [part for part in parts if not getattr(branches[part.type], "takes_past", False)]
+    parameters = [(part, branches.arguments(part.type).get("causal")) for part in mixing]
+    return all(parameter is not None and part.arguments.get("causal", parameter.default) for part, parameter in parameters)

@@ -9,7 +9,6 @@ from torch import nn
 from revzoo.analysis.chains import find_chains
 from revzoo.analysis.dry_run import require_module
 from revzoo.block_steps.block_chain import get_step
-from revzoo.block_steps.checkpointing import is_checkpointed
 from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
 from revzoo.in_place.survey import BlockSurvey
 from revzoo.runtime.compiling import are_compiled
@@ -104,7 +103,7 @@ def choose_chains(
 
 
 def _require_ordinary(model: nn.Module) -> None:
-    """Raise InputError if the network is reversible already, compiled, planned or checkpointed."""
+    """Raise InputError if the network is reversible already, compiled or planned."""
     if chains := [prefix for prefix, chain in find_chains(model).items() if isinstance(chain, nn.Module)]:
         raise InputError(
             f"{chains[0].removesuffix('.') or type(model).__name__} is a reversible chain already: its activations are rebuilt "
@@ -117,14 +116,6 @@ def _require_ordinary(model: nn.Module) -> None:
             f"A compiled network keeps what its compiler chose. Received: compiled {join_names(compiled, most=3)}. Call "
             "reversible_ before torch.compile."
         )
-    for name, module in model.named_modules():
-        if is_checkpointed(module):
-            raise InputError(
-                "Gradient checkpointing keeps the input of every block, reversible blocks keep none. Received: both, for "
-                f"{name or type(model).__name__}. First call model.activation_checkpointing_disable() of Transformers "
-                "(gradient_checkpointing_disable() in older versions), or model.set_grad_checkpointing(False) of timm. "
-                "Switched on again by a trainer afterwards, it passes reversible blocks by."
-            )
 
 
 def _require_distinct(chains: BlockLists) -> None:

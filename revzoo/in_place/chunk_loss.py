@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from revzoo.analysis.dry_run import LossFunction, call, compute_loss, in_mode, isolated
 from revzoo.dtype import HALF
 from revzoo.errors import ConversionError, InputError, UnknownNameError
-from revzoo.runtime.chunked_loss import require_chunk
+from revzoo.runtime.chunked_loss import refuse_batch_norm, require_chunk
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.lazy_logits import LazyLogits, WholeLogitsWarning
 from revzoo.runtime.ownership import ModuleReference
@@ -31,8 +31,9 @@ def chunk_loss_(
 
     The network's own code goes on calling its head and its loss. In training, the head returns logits that are not there yet:
     shifts, views, scales and soft caps are recorded, and `cross_entropy` runs head and loss in chunks. Whatever else is done
-    to them gets the whole logits, with a warning that names it. `generate` and evaluation are as before. Call it after peft
-    has wrapped the head; undo it with `ordinary_`.
+    to them gets the whole logits, with a warning that names it. `generate` and evaluation are as before. A head that takes the
+    place of this one in `resize_token_embeddings` is called likewise. Call it after peft has wrapped the head; undo it with
+    `ordinary_`.
 
     Args:
         model: a language model of Transformers (causal, masked, sequence-to-sequence), of the zoo, or any with a named head.
@@ -42,8 +43,8 @@ def chunk_loss_(
         loss: computes the loss from what the model returns. None: its `loss`.
         chunk: tokens at a time; None: at most 256 MiB, see `chunked_loss`.
     Raises:
-        UnknownNameError: no module of this path. InputError: no head, one whose loss is in chunks already, or a chunk that
-            is no positive integer.
+        UnknownNameError: no module of this path. InputError: no head, one whose loss is in chunks already or that has a
+            BatchNorm, or a chunk that is no positive integer.
         ConversionError: the batch gives another loss or gradient, or the network does something else with its logits, which is
             named. The network is then as it was.
     Cost: as `chunked_loss`.
@@ -52,7 +53,10 @@ def chunk_loss_(
     module = _find_head(model, head)
     if get_chunked_head(module) is not None:
         raise InputError(f"The loss of this {type(model).__name__} is in chunks already. Received: chunk_loss_ again.")
-    chunked = ChunkedHead(module, chunk)
+    refuse_batch_norm(module)
+    find = getattr(model, "get_output_embeddings", None)
+    owner = getattr(find, "__self__", None) if callable(find) and find() is module else None
+    chunked = ChunkedHead(module, chunk, owner)
     if batch is None:
         chunked.install()
         return
@@ -77,16 +81,31 @@ def chunk_loss_(
 
 
 class ChunkedHead:
-    """Stands in place of a head's `forward`."""
+    """Stands in place of a head's `forward`.
 
-    def __init__(self, module: nn.Module, chunk: int | None):
-        self._module, self._chunk = ModuleReference(module), chunk
+    Args:
+        module: the head.
+        chunk: as for `chunk_loss_`.
+        owner: the network of Transformers whose head it is, which may replace it; it may be inside of what peft has made.
+    """
+
+    def __init__(self, module: nn.Module, chunk: int | None, owner: nn.Module | None):
+        self._module, self._chunk, self._owner = ModuleReference(module), chunk, ModuleReference(owner)
         self._own_forward: Callable[..., Tensor] | None = module.__dict__.get("forward")
         self.calls = 0
 
     def install(self) -> None:
         """Stand in place of the head's `forward`."""
         self.module.__dict__["forward"] = self.call
+        if (owner := self._owner()) is not None:
+            owner.__dict__["set_output_embeddings"] = self.replace
+
+    def replace(self, head: nn.Module) -> None:
+        """Give the network another head, and stand in place of the `forward` of that."""
+        owner: Any = self._owner()
+        self.remove()
+        owner.set_output_embeddings(head)
+        ChunkedHead(head, self._chunk, owner).install()
 
     def remove(self) -> None:
         """Give the head its own `forward` back."""
@@ -94,6 +113,8 @@ class ChunkedHead:
             self.module.__dict__.pop("forward", None)
         else:
             self.module.__dict__["forward"] = self._own_forward
+        if (owner := self._owner()) is not None:
+            owner.__dict__.pop("set_output_embeddings", None)
 
     @property
     def module(self) -> nn.Module:
@@ -107,9 +128,16 @@ class ChunkedHead:
         """Return logits: lazy ones in training."""
         module = self.module
         run = self._own_forward or type(module).forward.__get__(module)
-        others = [a for a in (*args, *kwargs.values()) if a is not None]
         is_trained = hidden.requires_grad or any(p.requires_grad for p in module.parameters())
-        is_lazy = module.training and torch.is_grad_enabled() and is_trained and hidden.dim() >= 2 and not others
+        is_lazy = module.training and torch.is_grad_enabled() and is_trained and hidden.dim() >= 2
+        has_others = any(a is not None for a in (*args, *kwargs.values())) and not is_head_of_tokens(module)
+        if is_lazy and has_others:
+            is_lazy = False
+            warnings.warn(
+                f"The whole logits are made: {type(module).__name__} is called with more than hidden states.",
+                WholeLogitsWarning,
+                stacklevel=2,
+            )
         if not is_lazy or is_exporting() or must_store():
             logits: Tensor = run(hidden, *args, **kwargs)
             return logits
@@ -125,6 +153,11 @@ class ChunkedHead:
         # No token has no FLOPs. With its graph: autocast keeps its casts of weights, and those without one would freeze them.
         sample = compute(hidden.flatten(0, -2)[:0])
         return LazyLogits(compute, hidden, sample, module, self._chunk)
+
+
+def is_head_of_tokens(module: object) -> bool:
+    """Return whether this is a head of the zoo that returns the logits of each token; it may be given a mask without effect."""
+    return getattr(module, "per_token", False) is True
 
 
 def get_chunked_head(module: nn.Module) -> ChunkedHead | None:

@@ -12,6 +12,7 @@ from revzoo.analysis.dry_run import in_mode, isolated
 from revzoo.analysis.report import MemoryReport
 from revzoo.analysis.step_memory import run_and_measure
 from revzoo.block_steps.block_chain import BlockStep
+from revzoo.block_steps.checkpointing import without_checkpoints
 from revzoo.block_steps.conventions import leave_out_caches
 from revzoo.errors import ConversionError, MissingValueError, RecoveryError
 from revzoo.format import format_bytes
@@ -80,6 +81,7 @@ def count_peaks(model: nn.Module, batch: Any, steps: Sequence[BlockStep], fake: 
             for step in steps:
                 step.remove()
                 stack.callback(step.install)
+            stack.enter_context(without_checkpoints(model))
             stored = _count_memory(model, batch, fake)
             stack.enter_context(watched_calls({step.name: step.block for step in steps}, checkpoint_block))
             return Peaks(stored, _count_memory(model, batch, fake), reversible)

@@ -135,7 +135,7 @@ def reversible_(
             Those that return integers, as routers of mixtures of experts do, are kept anyway.
     Raises:
         UnknownNameError: no list of blocks of this path, or no such coupling.
-        InputError: a network that is compiled, planned, checkpointed or reversible already; a path or number that is none.
+        InputError: a network that is compiled, planned or reversible already; a path or number that is none.
         ConversionError: no two blocks of a list can be steps, with the reasons; or a training step on the batch fails. The
             network is then as it was.
     Cost: two states for each chain, kept_bits for each element and step (and a byte for each example, if signs are random), and

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import call, in_mode, isolated
+from revzoo.block_steps.checkpointing import without_checkpoints
 from revzoo.block_steps.conventions import get_state, list_results, look_for_state
 from revzoo.block_steps.state_grid import StateSizes
 from revzoo.in_place.similarity import run_network, run_without_graph
@@ -128,11 +129,12 @@ def survey_blocks(
         returned[name] = [(ref(t), t._version) for t in results]
         return value
 
-    with watched_calls(blocks, watch):
-        output = run_network(model, batch, begin)
-    look_back()
-    # A network without parameters to train will not be trained as it is.
-    notes = _survey_training(model, blocks, surveys, batch) if any(p.requires_grad for p in model.parameters()) else []
+    with without_checkpoints(model):
+        with watched_calls(blocks, watch):
+            output = run_network(model, batch, begin)
+        look_back()
+        # A network without parameters to train will not be trained as it is.
+        notes = _survey_training(model, blocks, surveys, batch) if any(p.requires_grad for p in model.parameters()) else []
     return surveys, output, notes
 
 

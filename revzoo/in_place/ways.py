@@ -1,22 +1,49 @@
-"""Ways to train other people's networks, to be counted side by side: each changes a network inside a `with` block alone."""
+"""Ways to train a network, to be counted side by side: each changes it inside a `with` block alone."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import preserve
 from revzoo.errors import ConversionError
 from revzoo.in_place.block_lists import choose_chains, find_lists
-from revzoo.in_place.chunk_loss import chunk_loss_, get_chunked_head
+from revzoo.in_place.chunk_loss import chunk_loss_, get_chunked_head, is_head_of_tokens
 from revzoo.in_place.peaks import checkpoint_block
 from revzoo.in_place.reversible import ordinary_, reversible_
 from revzoo.in_place.survey import watched_calls
+from revzoo.planning.profiling.hooks import PlannableModel
+from revzoo.runtime.mode import Mode
 
+Way = Callable[[nn.Module], AbstractContextManager[Any]]
+
+CHUNKED = ", chunked loss"  # the end of a name
 # How timm, Transformers and older versions of Transformers call it.
 SWITCHES = ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable")
+
+
+def list_ways(model: nn.Module) -> dict[str, Way]:
+    """Return the ways to train a network that are counted beside the one that stores everything, by their names."""
+    ways: dict[str, Way]
+    if isinstance(model, PlannableModel):
+        ways = {"checkpointed": partial(in_mode, mode=Mode.RECOMPUTE), "inverted": partial(in_mode, mode=Mode.INVERT)}
+    else:
+        random_signs = partial(make_blocks_reversible, kept_bits=1, sign="random")
+        ways = {"checkpointed": checkpoint_blocks, "reversible": make_blocks_reversible, "random signs": random_signs}
+    chunked = ("checkpointed", [*ways][-1]) if has_head_of_tokens(model) else ()
+    return ways | {name + CHUNKED: partial(chunk_loss_of, change=ways[name]) for name in chunked}
+
+
+@contextmanager
+def in_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
+    """Give every step of a network of the zoo this mode."""
+    with preserve_schedules(model) as assign:
+        assign(mode)
+        yield
 
 
 @contextmanager
@@ -69,9 +96,9 @@ def make_blocks_reversible(model: nn.Module, **options: Any) -> Iterator[None]:
 
 
 def has_head_of_tokens(model: nn.Module) -> bool:
-    """Return whether a network of Transformers has a head that returns logits of tokens."""
+    """Return whether a network of Transformers or of the zoo has a head that returns logits of tokens."""
     find = getattr(model, "get_output_embeddings", None)
-    return callable(find) and isinstance(find(), nn.Module)
+    return isinstance(find(), nn.Module) if callable(find) else is_head_of_tokens(getattr(model, "head", None))
 
 
 @contextmanager

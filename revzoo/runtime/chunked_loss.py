@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from revzoo.device import has_value
@@ -61,7 +62,8 @@ def chunked_loss(
         chunk: tokens at a time. None: so many that their logits in float32, and what cross-entropy keeps of them, take 256 MiB.
     Raises:
         InputError: shapes that do not fit, a loss of another shape, a chunk that is no positive integer, a head that processes
-            divide, several chunks of a head that uses a tensor computed outside which needs a gradient, or a second derivative.
+            divide or that has a BatchNorm in training, several chunks of a head that uses a tensor computed outside which needs
+            a gradient, or a second derivative.
     Cost: forward holds, beside a chunk, the gradient of the hidden states, and that of the head's parameters (in float32 where
         they are in half precision). FLOPs are those of the ordinary loss; with "none" the head runs once more in backward. The
         host waits for a GPU once, to know how many labels count.
@@ -264,12 +266,24 @@ def _require(head: Any, hidden: Tensor, labels: Tensor, reduction: str, chunk: A
         raise InputError(f"reduction is 'mean', 'sum' or 'none'. Received: {reduction!r}.")
     require_chunk(chunk)
     refuse_sharded(hidden, *(head.parameters() if isinstance(head, nn.Module) else ()))
+    if isinstance(head, nn.Module) and head.training:
+        refuse_batch_norm(head)
 
 
 def require_chunk(chunk: Any) -> None:
     """Raise InputError unless a chunk is None or a number of tokens."""
     if chunk is not None and not (type(chunk) is int and chunk >= 1):
         raise InputError(f"chunk is a number of tokens, an integer >= 1. Received: {chunk!r}.")
+
+
+def refuse_batch_norm(head: nn.Module) -> None:
+    """Raise InputError if a head has a BatchNorm, which mixes tokens."""
+    for name, module in head.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise InputError(
+                f"A head in chunks takes each token for itself. Received: {name or 'a head'}, a {type(module).__name__}, whose "
+                "statistics would be those of a chunk. Normalise before the head, or with a LayerNorm."
+            )
 
 
 def refuse_sharded(*tensors: Tensor) -> None:

@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 import revzoo
-from revzoo.analysis.dry_run import compute_usual_loss, isolated
+from revzoo.analysis.dry_run import compute_cross_entropy, compute_usual_loss, isolated
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.report import MemoryReport
 from revzoo.analysis.step_memory import run_and_measure
@@ -91,10 +91,10 @@ def _in_silence(monkeypatch):
     monkeypatch.setattr("revzoo.display.console._TELL_EVERY", 1000)  # machines may be loaded
 
 
-def count(model: nn.Module, batch, optimizer=None) -> MemoryReport:
+def count(model: nn.Module, batch, optimizer=None, loss=compute_usual_loss) -> MemoryReport:
     """Run a step and count its memory."""
     with isolated(model, batch) as inputs:
-        return run_and_measure(model, inputs, count_optimizer(model, optimizer), loss=compute_usual_loss).memory
+        return run_and_measure(model, inputs, count_optimizer(model, optimizer), loss=loss).memory
 
 
 def answer_of(printed: str) -> dict:
@@ -172,6 +172,18 @@ def test_a_model_of_the_zoo(file, run):
     assert not any(method["problem"] for method in answer["methods"].values())
 
 
+def test_a_language_model_of_the_zoo():
+    """Its loss is the cross-entropy, and no bit is kept."""
+    model = revzoo.create("rev_gpt_mini", overrides=["input.vocabulary=1000", "stages.0.depth=1"])
+    ids = model.example_input(2)
+    rows = {row.name: row for row in revzoo.fits(model, ids, "1GB").methods}
+    assert list(rows)[2:] == ["inverted", "planned", "checkpointed, chunked loss", "inverted, chunked loss"]
+    assert rows["inverted"].peak_bytes == count(model, ids, loss=compute_cross_entropy).peak_bytes
+    revzoo.chunk_loss_(model)
+    counted = count(model, ids, loss=compute_cross_entropy)
+    assert rows["inverted, chunked loss"].peak_bytes == counted.peak_bytes < rows["inverted"].peak_bytes
+
+
 @pytest.fixture
 def _quiet():
     """Keep Transformers from remarks about small vocabularies."""
@@ -222,6 +234,15 @@ def test_a_language_model_has_rows_with_a_chunked_loss(tmp_path):
     counted, row = count(model, batch), rows["random signs, chunked loss"]
     assert (row.kept_bytes, row.peak_bytes) == (counted.after_forward_bytes, counted.peak_bytes)
     assert row.kept_bytes < rows["random signs"].kept_bytes
+
+
+@pytest.mark.usefixtures("_quiet")
+def test_another_loss_is_not_counted_in_chunks(tmp_path):
+    model, batch = create_named_module(write_config(tmp_path, "LlamaForCausalLM"), 8, 64)
+    answer = revzoo.fits(model, batch, "100KB", loss=lambda outputs: outputs.logits.logsumexp(-1).sum())
+    problems = {method.name: method.problem for method in answer.methods if method.problem}
+    assert list(problems) == ["planned", "checkpointed, chunked loss", "random signs, chunked loss"]
+    assert "logsumexp" in problems["random signs, chunked loss"]
 
 
 @pytest.mark.slow

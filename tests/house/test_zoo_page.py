@@ -10,8 +10,12 @@ import torch
 from torch import nn
 
 import revzoo
+from revzoo.analysis.dry_run import compute_cross_entropy, isolated
+from revzoo.analysis.step_memory import run_and_measure
+from revzoo.in_place.ways import chunk_loss_of, in_mode
 from revzoo.inplace_abn import backward
 from revzoo.inplace_abn.layer import InPlaceABN2d
+from revzoo.runtime import chunked_loss
 from revzoo.spec import load_spec
 
 ROOT = Path(__file__).parents[2]
@@ -98,3 +102,16 @@ def test_counting_again_gives_the_same_lines():
     model = revzoo.create("rev_vit_digits", device="meta").train()
     stored = card.count_method(model, model, "store", ["store"] * len(model.units))
     assert stored == TABLE["rev_vit_digits"]["card"]["methods"][0]
+
+
+def test_a_loss_in_chunks_takes_what_its_lines_say(monkeypatch):
+    """Of a batch of many chunks, and of another number of them than is counted; without two chunks there are no lines."""
+    model = revzoo.create("rev_gpt_mini", overrides=["input.length=16", "input.vocabulary=1000"], device="meta").train()
+    whole = {"name": "invert", "modes": {}, "flops": 0}
+    with in_mode(model, "invert"), chunk_loss_of(model):
+        assert list(card.count_chunked(model, model.example_input, compute_cross_entropy, whole)) == []
+        monkeypatch.setattr(chunked_loss, "CHUNK_BYTES", 100 * 8 * 1000)  # 100 tokens
+        (lines,) = card.count_chunked(model, model.example_input, compute_cross_entropy, whole)
+        with isolated(model, model.example_input(50)) as inputs:
+            counted = run_and_measure(model, inputs, loss=compute_cross_entropy).memory.peak_bytes
+    assert peak(lines, "float32", 50) == counted

@@ -1,6 +1,7 @@
-"""Gradient checkpointing that is switched on after `reversible_` passes reversible blocks by."""
+"""Gradient checkpointing, switched on before or after `reversible_`, passes reversible blocks by."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,27 +18,33 @@ WARNING = "Gradient checkpointing passes reversible blocks by.*gradient_checkpoi
 
 @PASSED_BY
 @pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("order", ["before", "before, with a batch", "after"])
 @pytest.mark.parametrize("name", ["llama", "bert", "vit"])
-def test_it_changes_nothing_and_says_so_once(name, use_reentrant):
+def test_it_changes_nothing_and_says_so_once(name, order, use_reentrant):
     make, path, batch = NETWORKS[name]
-    results = []
+    results, peaks = [], []
     for enables in (False, True):
         torch.manual_seed(0)
         model = make()
-        revzoo.reversible_(model, path)
-        if not enables:
+        with pytest.warns(UserWarning, match=WARNING) if enables else nullcontext():
+            if enables and "before" in order:
+                enable(model, use_reentrant)
+            peaks.append(revzoo.reversible_(model, path, batch=batch if "batch" in order else None).peaks)
+            if enables and order == "after":
+                enable(model, use_reentrant)
             results.append(train_step(model, batch))
-            continue
-        if hasattr(model, "set_grad_checkpointing"):
-            model.set_grad_checkpointing()
-        else:
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-            model.enable_input_require_grads()  # as peft and Trainer do
-        with pytest.warns(UserWarning, match=WARNING):
-            results.append(train_step(model, batch))
-        assert_equal(train_step(copy.deepcopy(model), batch)[0], results[0][0])
+    assert_equal(train_step(copy.deepcopy(model), batch)[0], results[0][0])
     assert_equal(results[1][0], results[0][0])
     assert results[1][1] <= results[0][1] + 3 * 96  # bytes kept; some versions give each block positions, without a cache
+    assert str(peaks[0]) == str(peaks[1])
+
+
+def enable(model, use_reentrant):
+    if hasattr(model, "set_grad_checkpointing"):
+        model.set_grad_checkpointing()
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()  # as peft and Trainer do
 
 
 class Loop(nn.Module):

@@ -138,6 +138,42 @@ def test_evaluation_generate_copies_and_ordinary():
     assert "forward" not in model.lm_head.__dict__
 
 
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert"])
+def test_a_resized_head_is_called_in_chunks_too(name):
+    model, batch = make(name)
+    revzoo.chunk_loss_(model, chunk=5)
+    keys = set(model.__dict__)
+    for each in (model, copy.deepcopy(model)):  # the copy has a head of its own
+        each.resize_token_embeddings(VOCABULARY + 9, mean_resizing=False)
+        logits = each(**batch).logits
+        assert isinstance(logits, LazyLogits)
+        assert logits.shape[-1] == VOCABULARY + 9
+        received = differentiate(each, batch)
+        revzoo.ordinary_(each)
+        for a, b in zip(received, differentiate(each, batch), strict=True):
+            torch.testing.assert_close(a, b)
+    assert keys - set(model.__dict__) == {"set_output_embeddings"}
+
+
+def test_a_masked_language_model_of_the_zoo_gives_its_head_a_mask_without_effect():
+    model = revzoo.create("rev_roberta_mini").train()
+    ids = model.example_input(2)
+    ids[1, 40:] = model.spec.input.padding
+
+    def run():
+        torch.manual_seed(1)  # of dropout
+        logits = model(ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        return type(logits), torch.autograd.grad(loss, list(model.parameters()))
+
+    _, expected = run()
+    revzoo.chunk_loss_(model, chunk=7)
+    kind, received = run()
+    assert kind is LazyLogits
+    for a, b in zip(received, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 class Small(nn.Module):
     """A network of one's own, and what it does with its logits."""
 
@@ -257,6 +293,13 @@ def test_refusals():
         revzoo.chunk_loss_(model, chunk=0)
     with pytest.raises(InputError, match="Put labels into the batch"):
         revzoo.chunk_loss_(model, batch=batch["input_ids"])
+    with pytest.raises(InputError, match="1, a BatchNorm1d"):
+        revzoo.chunk_loss_(nn.ModuleDict({"head": nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))}))
+    model.lm_head.forward = lambda x, scale: F.linear(x, model.lm_head.weight) * scale
+    revzoo.chunk_loss_(model)
+    with pytest.warns(WholeLogitsWarning, match="Linear is called with more than hidden states"):
+        model.lm_head(torch.randn(2, 16), 2.0)
+    revzoo.ordinary_(model)
     model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0].roll(1, 0),))  # outside of what is in chunks
     model.lm_head.forward = lambda x: F.linear(x.cumsum(0), model.lm_head.weight)
     with pytest.raises(ConversionError, match="mix tokens"):

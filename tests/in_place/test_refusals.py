@@ -10,7 +10,7 @@ from torch import nn
 import revzoo
 from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import ConversionError, InputError, RecoveryError, UnknownNameError
-from tests.in_place.networks import Tanh, Toy, X, assert_equal, llama, switch_checkpointing, train_step
+from tests.in_place.networks import Tanh, Toy, X, assert_equal, train_step
 
 
 def widen(m, x):
@@ -188,12 +188,6 @@ def compiled():
     return toy
 
 
-def checkpointed():
-    model = llama()
-    switch_checkpointing(model, "enable")
-    return model
-
-
 def shared():
     block = Tanh()
     return Toy(block, Tanh(), block)
@@ -212,7 +206,6 @@ REFUSED = {
     "shared": (shared, ("blocks",), "blocks.0 is the same module as blocks.2"),
     "nested": (nested, ("blocks", "blocks.0"), "blocks.0.0 is a part of blocks.0"),
     "compiled": (compiled, (), "Received: compiled blocks.2. Call reversible_ before torch.compile"),
-    "checkpointed": (checkpointed, (), "activation_checkpointing_disable"),
     "zoo": (lambda: revzoo.create("rev_vit_digits"), (), "reversible chain already"),
 }
 

@@ -225,6 +225,8 @@ def test_refusals():
         revzoo.chunked_loss(head, hidden, labels, loss=F.cross_entropy)
     with pytest.raises(InputError, match="chunk is a number of tokens.*Received: 0"):
         revzoo.chunked_loss(head, hidden, labels, chunk=0)
+    with pytest.raises(InputError, match="0, a BatchNorm1d"):
+        revzoo.chunked_loss(nn.Sequential(nn.BatchNorm1d(WIDTH), head), hidden, labels)
     with pytest.raises(InputError, match="create_graph=True"):
         torch.autograd.grad(revzoo.chunked_loss(head, hidden, labels), hidden, create_graph=True)
 

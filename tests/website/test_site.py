@@ -118,11 +118,24 @@ def test_the_page_computes_what_the_lines_say(browse, site, card, batch, optimiz
     assert shown.count('<path d="M') >= 4
 
 
-@pytest.mark.parametrize("name", json.loads((ROOT / "docs/fits.json").read_text()))
+WELL_KNOWN = json.loads((ROOT / "docs/fits.json").read_text())
+
+
+@pytest.mark.parametrize("name", WELL_KNOWN)
 def test_the_page_answers_for_well_known_networks(browse, name):
     shown = browse(f"fits.html#model={quote(name)}&batch=64&card=24")
     assert f"{name}: " in shown
-    assert re.findall(r"</i>(stored|planned)", shown) == ["stored", "planned"]
+    _, *methods = (method["name"] for method in WELL_KNOWN[name]["card"]["methods"] if not method["name"].startswith("plan"))
+    assert re.findall(r"</i>([a-z ,]+)<", shown) == ["stored", *methods, "planned"]
+
+
+def test_language_models_have_a_loss_in_chunks():
+    table = WELL_KNOWN | json.loads((ROOT / "docs/zoo.json").read_text())
+    own, foreign = ["rev_gpt2_small", "rev_llama_1b", "rev_roberta_base_mlm"], ["GPT-2", "Qwen3-8B"]
+    for names, method in ((own, "invert"), (foreign, "random signs"), (foreign, "checkpointed")):
+        for name in names:
+            growths = {each["name"]: max(each["bfloat16"]["each"]) for each in table[name]["card"]["methods"]}
+            assert growths[f"{method}, chunked loss"] < 0.7 * growths[method]
 
 
 def test_the_page_says_which_models_are_not_counted(browse, site):

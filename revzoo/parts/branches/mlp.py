@@ -26,7 +26,7 @@ class MlpBranch(nn.Module):
     Source: Rev-ViT's G (SlowFast `reversible_mvit.py`, MLPSubblock); gated: Shazeer 2020, as in Llama.
     """
 
-    takes_past = True  # which a network hands to its steps when it continues a text; here it has no effect
+    takes_past = True  # which a network hands to steps that see no later tokens when it continues a text; without effect here
 
     def __init__(
         self,
@@ -71,6 +71,8 @@ class FeedForwardBranch(BertSubBlock):
         dropout: probability of dropping a channel of the change, in [0, 1).
     Source: Transformers' BertIntermediate and BertOutput, and RoBERTa's; post as G in MEFT (Liao et al. 2023).
     """
+
+    takes_past = True  # without effect, as above
 
     def __init__(
         self,

@@ -67,6 +67,8 @@ class TokenLinear(LinearHead):
         Press and Wolf 2017, as in GPT-2.
     """
 
+    per_token = True
+
     def __init__(
         self,
         context: BuildContext,
@@ -128,6 +130,8 @@ class MaskedLM(nn.Module):
         eps: eps of the LayerNorm.
     Source: Transformers' RobertaLMHead, and BertLMPredictionHead, which is the same.
     """
+
+    per_token = True
 
     def __init__(self, context: BuildContext, *, act: ActivationName = "gelu", eps: PositiveFloat = 1e-5):
         super().__init__()
