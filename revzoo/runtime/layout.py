@@ -10,7 +10,7 @@ from revzoo.errors import ScheduleError, did_you_mean
 from revzoo.runtime.lookahead import LookaheadOption, check_lookahead
 from revzoo.runtime.mode import MODES, Mode
 from revzoo.runtime.schedule import STAGE_INPUTS, Applicable, check_schedule
-from revzoo.runtime.tiles import find_tiles, tiled
+from revzoo.runtime.tiles import check_tiles, find_tiles, tiled
 
 _DIMENSIONS = {"examples": 0, "tokens": 1}  # of a state, by what a step treats one by one
 
@@ -155,6 +155,7 @@ def set_tiles(layout: Sequence[LayoutEntry], tiles: int | Sequence[int]) -> None
     if len(tiles) != len(units):
         raise ScheduleError(f"tiles are one number for each of {len(units)} units, or one for all. Received: {len(tiles)}.")
     for unit, count in zip(units, tiles, strict=True):
+        check_tiles(count)
         if count != 1 and unit.kind != "step":
             raise ScheduleError(f"Only steps are cut into tiles. Received: {count!r} for {unit.name}, a {unit.kind}.")
     for unit, count in zip(units, tiles, strict=True):

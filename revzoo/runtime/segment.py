@@ -300,7 +300,9 @@ class InvertedSegment:
         out = None
         if not update.inverts_first:
             x = update.find_input(states, is_after=True)
-            out = call.run_again(x, refill=refill, check_draws=noted is None or noted.fingerprint is None)
+            stop_early = refill and not update.rebuilds  # a tile of the first step
+            check_draws = noted is None or noted.fingerprint is None
+            out = call.run_again(x, refill=refill, stop_early=stop_early, check_draws=check_draws)
         rebuilt = update.invert(states, out)
         del out
         self._move(rebuilt, -1)  # at once: the states may have been changed in place

@@ -185,25 +185,36 @@ def run_tiles(
 
 def _cut_states(step: Step, coupling: Coupling, pair: Pair, side: Any) -> list[Tile]:
     """Return the tiles of both states, after tests that f and coupling allow them."""
-    tiles = step.tiles
-    assert tiles is not None
-    cut = tiles.cut(pair[1])
-    dim = cut[0].dim
-    if any(is_sharded(x) or x.is_nested for x in pair) or pair[0].dim() <= dim or pair[0].shape[dim] != pair[1].shape[dim]:
+    tiles, (older, newer) = cast(Tiles, step.tiles), pair
+    if not -newer.dim() <= tiles.dim < newer.dim():
+        raise InputError(
+            f"{step.name} is cut into tiles along dimension {tiles.dim}, which its state does not have. Received: a shape of "
+            f"{tuple(newer.shape)}."
+        )
+    dim = tiles.dim % newer.dim()
+    if any(is_sharded(x) or x.is_nested for x in pair) or older.dim() <= dim or older.shape[dim] != newer.shape[dim]:
         raise InputError(
             f"{step.name} is cut into tiles along dimension {dim}, so both states must be dense and of one length along it. "
-            f"Received: {tuple(pair[0].shape)} and {tuple(pair[1].shape)}."
+            f"Received: {tuple(older.shape)} and {tuple(newer.shape)}."
         )
     if type(coupling) not in (Coupling, RandomSign):
         raise InputError(f"{step.name} is cut into tiles, and its coupling, a {type(coupling).__name__}, may not be.")
-    if not tiles.is_tested and len(cut) > 1 and has_value(pair[1]) and not is_capturing() and not torch.compiler.is_compiling():
-        if reason := explain_mixing(step.f, pair[1].detach(), side, cut[:2]):
+    cut = tiles.cut(newer)
+    flags = tuple(take_inventory(step.f).training)
+    if flags not in tiles.tested and len(cut) > 1 and _tells(newer.detach()):
+        if reason := explain_mixing(step.f, newer.detach(), side, cut):
             raise InputError(
                 f"{step.name} cannot be cut into tiles along dimension {dim} of its state: {reason}. Cut it along another one "
                 "(0 are examples), or not at all."
             )
-        tiles.is_tested = True
+        tiles.tested.add(flags)
     return cut
+
+
+def _tells(x: Tensor) -> bool:
+    """Return whether what a function makes of x shows anything."""
+    may_look = has_value(x) and not is_capturing() and not torch.compiler.is_compiling()
+    return may_look and x.numel() > 0 and bool(x.isfinite().all())
 
 
 def _cut_further(older: Tensor, newer: Tensor, count: int, dim: int) -> list[Tile]:

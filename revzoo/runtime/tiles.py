@@ -6,7 +6,7 @@ tokens, a 1x1 convolution pixels, and nearly everything without batch statistics
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -43,21 +43,15 @@ class Tiles:
     Args:
         count: the largest number of pieces. The last one is shorter where they do not divide the length.
         dim: the dimension of the state that is cut.
-        is_tested: whether f has been seen to treat its places by themselves.
+        tested: with which training flags of its modules f has been seen to treat its places by themselves.
     """
 
     count: int
     dim: int
-    is_tested: bool = False
+    tested: set[tuple[bool, ...]] = field(default_factory=set)
 
     def cut(self, x: Tensor) -> list[Tile]:
-        """Return the tiles of a state; no more of them than places.
-
-        Raises:
-            InputError: the state has no such dimension.
-        """
-        if not -x.dim() <= self.dim < x.dim():
-            raise InputError(f"tiles are cut along dimension {self.dim}, which a state of shape {tuple(x.shape)} has not.")
+        """Return the tiles of a state; no more of them than places."""
         dim = self.dim % x.dim()
         length = x.shape[dim]
         size = -(-length // self.count) or 1
@@ -79,13 +73,19 @@ def tiled(f: M, tiles: int, dim: int = 1) -> M:
     """
     if not isinstance(f, nn.Module):
         raise InputError(f"A step is a torch.nn.Module. Received: {type(f).__name__}.")
-    for name, value, least in (("tiles", tiles, 1), ("dim", dim, None)):
-        if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
-            raise InputError(f"{name} is an integer{'' if least is None else f' from {least}'}. Received: {value!r}.")
+    check_tiles(tiles)
+    if type(dim) is not int:
+        raise InputError(f"dim is an integer. Received: {dim!r}.")
     f.__dict__.pop(_KEY, None)
     if tiles > 1:
         f.__dict__[_KEY] = Tiles(tiles, dim)
     return f
+
+
+def check_tiles(tiles: Any) -> None:
+    """Raise InputError unless it is a number of tiles."""
+    if type(tiles) is not int or tiles < 1:
+        raise InputError(f"tiles is an integer from 1. Received: {tiles!r}.")
 
 
 def find_tiles(f: Callable[..., Any]) -> Tiles | None:
