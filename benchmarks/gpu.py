@@ -17,7 +17,7 @@
     compiled    compiled steps
     trace       a trace of one step, trace.json.gz
 
-Nothing has to be installed but PyTorch 2.11 and what revzoo imports; packages that are missing are noted, and the cases that
+Nothing has to be installed but PyTorch 2.10 and what revzoo imports; packages that are missing are noted, and the cases that
 need one say so. On a borrowed machine without the network, from a checkout, with the wheels that it lacks beside it:
 
     here:   pip download --no-deps --only-binary=:all: -d .whl omegaconf==2.4.0

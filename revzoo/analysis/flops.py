@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from revzoo.analysis.dry_run import call, isolated, linear_loss
+from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.operations import ATTENTION, find_registered_formulas
 from revzoo.runtime.replaced_call import is_replaced
 
@@ -51,6 +52,7 @@ class FlopCounter(TorchDispatchMode):
         self.forward = 0
         self.backward = 0
 
+    @leave_uncompiled
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from revzoo.device import has_value
+from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.nested import tensors_in, wraps_tensors
 
 
@@ -43,6 +44,7 @@ class KeptValues(TorchDispatchMode):
         if changed:
             torch._C._autograd._unsafe_set_version_counter(*map(tuple, zip(*changed, strict=True)))
 
+    @leave_uncompiled
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from revzoo.analysis.dry_run import preserve_random_streams
 from revzoo.analysis.fake_tensors import find_fake_mode
 from revzoo.graph.expansion import expand_calls, get_attribute
+from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.operations import describe_operation
 
@@ -339,6 +340,7 @@ class _Drawing(TorchDispatchMode):
         super().__init__()
         self.has_drawn = False
 
+    @leave_uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A higher-order operation does not show what it calls.
         self.has_drawn |= isinstance(func, HigherOrderOperator) or describe_operation(func).draws(args, kwargs or {})

@@ -21,6 +21,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.nested import map_tensors
 
 _NOT_COMPARED = ("aten.detach", "prim.")  # autograd calls the first where hooks are set; subclasses ask for the others
@@ -187,9 +188,10 @@ def call_custom_function(
     forward: GraphModule,
     backward: GraphModule,
     *inputs: Any,
-    saved_for_backward_idx: tuple[int, ...] = (),
+    saved_for_backward_idx: tuple[int, ...] | None = None,
     non_differentiable_idx: tuple[int, ...] = (),
     dirty_idx: tuple[int, ...] = (),
+    args_tensor_mask: tuple[bool, ...] | None = None,
 ) -> Any:
     """Run a custom function so that autograd frees what the function saves, and hooks on saved tensors see it.
 
@@ -201,10 +203,13 @@ def call_custom_function(
         backward: takes the gradients of the results, then what was saved, and returns the gradients of the inputs.
         inputs: of the function.
         saved_for_backward_idx: which of what is saved went through `ctx.save_for_backward`; the rest are attributes of `ctx`.
+            PyTorch 2.10 does not tell: all.
         non_differentiable_idx: which results have no gradient.
         dirty_idx: which results are inputs that were changed.
+        args_tensor_mask: given by PyTorch 2.10 alone, whose forward and backward have a place for `ctx`.
     """
-    call = _CustomCall(forward, backward, saved_for_backward_idx, non_differentiable_idx, dirty_idx)
+    ctx = () if args_tensor_mask is None else (None,)
+    call = _CustomCall(forward, backward, saved_for_backward_idx, non_differentiable_idx, dirty_idx, ctx)
     return _CustomFunction.apply(call, *inputs)
 
 
@@ -214,16 +219,17 @@ class _CustomCall:
 
     forward: GraphModule
     backward: GraphModule
-    checked: tuple[int, ...]
+    checked: tuple[int, ...] | None
     non_differentiable: tuple[int, ...]
     dirty: tuple[int, ...]
+    ctx: tuple[None, ...]
     saved: list[Any] = field(default_factory=list)
 
 
 class _CustomFunction(torch.autograd.Function):
     @staticmethod
     def forward(call: _CustomCall, *inputs: Any) -> Any:
-        results, saved = Interpreter(call.forward).run(*inputs)
+        results, saved = Interpreter(call.forward).run(*call.ctx, *inputs)
         call.saved = list(saved)
         return results
 
@@ -236,19 +242,21 @@ class _CustomFunction(torch.autograd.Function):
             ctx.mark_dirty(*(results[i] for i in call.dirty))
         if call.non_differentiable:
             ctx.mark_non_differentiable(*(results[i] for i in call.non_differentiable))
-        ctx.places = [i for i, each in enumerate(saved) if i in call.checked and isinstance(each, Tensor)]
+        checked = range(len(saved)) if call.checked is None else call.checked
+        ctx.places = [i for i, each in enumerate(saved) if i in checked and isinstance(each, Tensor)]
         ctx.save_for_backward(*(saved[i] for i in ctx.places))
         for i in ctx.places:
             saved[i] = None
-        ctx.attributes, ctx.body = saved, call.backward
+        ctx.attributes, ctx.body, ctx.first = saved, call.backward, call.ctx
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         saved = list(ctx.attributes)
         for i, each in zip(ctx.places, ctx.saved_tensors, strict=True):
             saved[i] = each
-        out = Interpreter(ctx.body).run(*gradients, *saved)
-        return None, *(out if isinstance(out, tuple | list) else [out])
+        out = Interpreter(ctx.body).run(*ctx.first, *gradients, *saved)
+        out = out if isinstance(out, tuple | list) else [out]
+        return None, *out, *[None] * (len(ctx.needs_input_grad) - 1 - len(out))
 
 
 class _Operations(TorchDispatchMode):
@@ -261,6 +269,7 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.called: list[str] = []
 
+    @leave_uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not str(func).startswith(_NOT_COMPARED):

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.nested import tensors_in, wraps_tensors
 from revzoo.runtime.ownership import is_held_alone
 from revzoo.runtime.update import is_dense
@@ -110,6 +111,7 @@ class LiveBytes(TorchDispatchMode):
                 highest = max(highest, total)
         return highest
 
+    @leave_uncompiled
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import call
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -191,6 +191,16 @@ class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def __enter__(self) -> Self:
+        is_first = torch._C._len_torch_dispatch_stack() == 0
+        super().__enter__()
+        if is_first:
+            # PyTorch notes for all threads together that a mode is on, and each sets back what was noted before it. If that was
+            # another thread's it would stay for good, and the compiler of PyTorch 2.10 captures nothing then.
+            self.old_dispatch_mode_flags[-1] = self.old_non_infra_dispatch_mode_flags[-1] = False
+            self.old_without_ignore_compile_internals_dispatch_mode_flags[-1] = False
+        return self
 
 
 class _Record(_Mode):

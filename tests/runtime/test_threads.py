@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime import ReversibleChain, conditions, forward
@@ -126,6 +127,38 @@ def test_where_processes_communicate_threads_do_not_wait_for_each_other(monkeypa
         (y1 * y2).sum().backward()
 
     run_in_threads(train, train)
+
+
+def test_selective_steps_that_overlap_leave_no_note_of_a_dispatch_mode(monkeypatch):
+    """PyTorch keeps it for all threads together: with one the compiler of 2.10 captures nothing."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)  # so that threads do not wait for each other
+    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+
+    class Waiting(nn.Module):
+        def __init__(self, entered: threading.Event, awaited: threading.Event):
+            super().__init__()
+            self.entered, self.awaited = entered, awaited
+
+        def forward(self, w: Tensor) -> Tensor:
+            self.entered.set()
+            assert self.awaited.wait(10)
+            return w.tanh()
+
+    def run(*events: threading.Event) -> None:
+        chain = ReversibleChain([Waiting(*events)])
+        chain.schedule = "selective"
+        chain(*torch.ones(2, 3, requires_grad=True).unbind())
+
+    def run_first() -> None:
+        run(first_in, second_in)
+        first_out.set()
+
+    def run_second() -> None:
+        assert first_in.wait(10)
+        run(second_in, first_out)
+
+    run_in_threads(run_first, run_second)
+    assert not is_in_torch_dispatch_mode()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
