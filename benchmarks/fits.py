@@ -32,7 +32,7 @@ from revzoo.graph.counted_step import count_step as count_planned
 from revzoo.graph.front import find_front
 from revzoo.graph.spans import Nest, Spans
 from revzoo.graph.step_record import record
-from revzoo.in_place.ways import CHUNKED, Way, list_ways, without_packing_masks
+from revzoo.in_place.ways import CHUNKED, CUT, Way, list_ways, without_packing_masks
 
 Batch = Any
 _PLANNED = 128  # examples: in small batches weights and gradients are most of a peak, and plans have little to spare
@@ -127,9 +127,11 @@ def count_row(network: Network) -> dict[str, Any]:
     """Return what a row of docs/zoo.json says, as far as the page needs it."""
     with torch.device("meta"):
         module = network.make().to(getattr(torch, network.dtype or "float32"))
-    ways: dict[str, Way] = {"store": nullcontext} | list_ways(module)
+    ways: dict[str, Way] = {"store": nullcontext} | list_ways(module, network.make_batch(1))
     methods = dict[str, dict[str, Any]]()
     for name, change in ways.items():
+        if CUT in name:  # a larger batch has more tiles, so its step has no lines
+            continue
         with suppress(ConversionError), without_packing_masks(None), change(module):  # of networks without such blocks
             counted = module, network.make_batch, compute_usual_loss
             if name.endswith(CHUNKED):

@@ -114,7 +114,7 @@ def fits(
             report(f"counting: {name}")
             yield _try(name, partial(count.count_with, name, change, flops))
 
-    ways = list_ways(model)
+    ways = list_ways(model, batch)
     first = {name: ways.pop(name) for name in _BEFORE_PLANS if name in ways}
     methods = [stored, *count_ways(first)]
     fixed = memory.weight_bytes + memory.buffer_bytes + memory.gradient_bytes + memory.optimizer_bytes

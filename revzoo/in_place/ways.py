@@ -4,13 +4,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import preserve
-from revzoo.errors import ConversionError
+from revzoo.device import has_value
+from revzoo.errors import ConversionError, UnknownNameError
 from revzoo.in_place.block_lists import choose_chains, find_lists
 from revzoo.in_place.chunk_loss import chunk_loss_, get_chunked_head, is_head_of_tokens
 from revzoo.in_place.peaks import checkpoint_block
@@ -21,29 +22,60 @@ from revzoo.runtime.mode import Mode
 
 Way = Callable[[nn.Module], AbstractContextManager[Any]]
 
-CHUNKED = ", chunked loss"  # the end of a name
+CUT, CHUNKED = ", 8 tiles", ", chunked loss"  # the ends of names
+_TILES = 8
 # How timm, Transformers and older versions of Transformers call it.
 SWITCHES = ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable")
 
 
-def list_ways(model: nn.Module) -> dict[str, Way]:
-    """Return the ways to train a network that are counted beside the one that stores everything, by their names."""
+def list_ways(model: nn.Module, batch: Any) -> dict[str, Way]:
+    """Return the ways to train a network that are counted beside the one that stores everything, by their names.
+
+    Args:
+        model: the network.
+        batch: one for it, to split its blocks on.
+    """
     ways: dict[str, Way]
     if isinstance(model, PlannableModel):
-        ways = {"checkpointed": partial(in_mode, mode=Mode.RECOMPUTE), "inverted": partial(in_mode, mode=Mode.INVERT)}
+        inverted = partial(in_mode, mode=Mode.INVERT)
+        ways = {"checkpointed": partial(in_mode, mode=Mode.RECOMPUTE), "inverted": inverted}
+        ways |= {"inverted" + CUT: partial(inverted, tiles=_TILES)}
     else:
-        random_signs = partial(make_blocks_reversible, kept_bits=1, sign="random")
-        ways = {"checkpointed": checkpoint_blocks, "reversible": make_blocks_reversible, "random signs": random_signs}
-    chunked = ("checkpointed", [*ways][-1]) if has_head_of_tokens(model) else ()
+        signs = partial(make_blocks_reversible, kept_bits=1, sign="random")
+        ways = {"checkpointed": checkpoint_blocks, "reversible": make_blocks_reversible, "random signs": signs}
+        ways |= {"random signs" + CUT: partial(_cut_blocks, batch=batch, kept_bits=1, sign="random")}
+    chunked = ("checkpointed", *[*ways][-2:]) if has_head_of_tokens(model) else ()
     return ways | {name + CHUNKED: partial(chunk_loss_of, change=ways[name]) for name in chunked}
 
 
 @contextmanager
-def in_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
-    """Give every step of a network of the zoo this mode."""
+def in_mode(model: nn.Module, mode: Mode, tiles: int = 1) -> Iterator[None]:
+    """Give every step of a network of the zoo this mode, and cut it into tiles."""
+    network = cast(PlannableModel, model)
+    before = network.tiles
     with preserve_schedules(model) as assign:
         assign(mode)
+        if tiles > 1:
+            network.tiles = tiles
+        try:
+            yield
+        finally:
+            network.tiles = before
+
+
+@contextmanager
+def _cut_blocks(model: nn.Module, batch: Any, **options: Any) -> Iterator[None]:
+    """Make the blocks reversible and cut them into tiles; without values they are split into branches first, if they can be."""
+    has_values = any(map(has_value, model.parameters()))
+    try:
+        given = {} if has_values else {"batch": batch, "split": ("attention", "mlp")}
+        reversible_(model, tiles=_TILES, **given, **options)
+    except (ConversionError, UnknownNameError):
+        reversible_(model, tiles=_TILES, **options)
+    try:
         yield
+    finally:
+        ordinary_(model)
 
 
 @contextmanager

@@ -22,6 +22,19 @@ _Calls = list[list[tuple[nn.Module, Any]]]  # of each run: the modules called, w
 _FEWEST = 64  # places that are looked at: a dilated convolution mixes those that are far from one another
 
 
+def find_known_mixing(inventory: Inventory, dim: int) -> str | None:
+    """Return why a function that holds these modules may not be cut, where that need not be tried; else None."""
+    if is_sharded(*inventory.fixed):
+        return "its parameters are sharded, and would be gathered for each tile"
+    for module in inventory.modules:
+        is_of_examples = isinstance(module, _InstanceNorm) and not module.track_running_stats
+        if isinstance(module, _NormBase) and (module.training or not module.track_running_stats) and not is_of_examples:
+            return f"{_name(inventory, module)} mixes them in its statistics"
+        if dim and module.training and type(module).__name__.endswith("DropPath") and getattr(module, "drop_prob", None):
+            return f"{_name(inventory, module)} drops whole examples"
+    return None
+
+
 def explain_mixing(f: Callable[..., Tensor], x: Tensor, side: Any, tiles: Sequence[Tile]) -> str | None:
     """Return why f may not be run on tiles one by one, as the end of a sentence; None if it may.
 
@@ -36,8 +49,6 @@ def explain_mixing(f: Callable[..., Tensor], x: Tensor, side: Any, tiles: Sequen
     """
     inventory = take_inventory(f)
     dim, first = tiles[0].dim, tiles[0].length
-    if reason := _find_known_mixing(inventory, dim):
-        return reason
     if dim and x.shape[0] > 1:
         example = Tile(0, 0, 1)
         x, side = example.of(x), cut_side(side, example, x)
@@ -83,19 +94,6 @@ def explain_mixing(f: Callable[..., Tensor], x: Tensor, side: Any, tiles: Sequen
             attributes.restore()
             random.end_first_run()
             random.rewind()
-    return None
-
-
-def _find_known_mixing(inventory: Inventory, dim: int) -> str | None:
-    """Return what need not be run to be refused, as the end of a sentence."""
-    if is_sharded(*inventory.fixed):
-        return "its parameters are sharded, and would be gathered for each tile"
-    for module in inventory.modules:
-        is_of_examples = isinstance(module, _InstanceNorm) and not module.track_running_stats
-        if isinstance(module, _NormBase) and (module.training or not module.track_running_stats) and not is_of_examples:
-            return f"{_name(inventory, module)} mixes them in its statistics"
-        if dim and module.training and type(module).__name__.endswith("DropPath") and getattr(module, "drop_prob", None):
-            return f"{_name(inventory, module)} drops whole examples"
     return None
 
 

@@ -21,7 +21,7 @@ from revzoo.runtime.chain_link import call_once
 from revzoo.runtime.coupling import Coupling, Pair, RandomSign
 from revzoo.runtime.exact import scale_gradient
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.independence import explain_mixing
+from revzoo.runtime.independence import explain_mixing, find_known_mixing
 from revzoo.runtime.inventory import take_inventory
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.ownership import is_held_alone
@@ -200,21 +200,19 @@ def _cut_states(step: Step, coupling: Coupling, pair: Pair, side: Any) -> list[T
     if type(coupling) not in (Coupling, RandomSign):
         raise InputError(f"{step.name} is cut into tiles, and its coupling, a {type(coupling).__name__}, may not be.")
     cut = tiles.cut(newer)
-    flags = tuple(take_inventory(step.f).training)
-    if flags not in tiles.tested and len(cut) > 1 and _tells(newer.detach()):
-        if reason := explain_mixing(step.f, newer.detach(), side, cut):
+    inventory = take_inventory(step.f)
+    flags = tuple(inventory.training)
+    if flags not in tiles.tested and len(cut) > 1 and not is_capturing() and not torch.compiler.is_compiling():
+        x = newer.detach()
+        tells = has_value(x) and x.numel() > 0 and bool(x.isfinite().all())
+        if reason := find_known_mixing(inventory, dim) or (explain_mixing(step.f, x, side, cut) if tells else None):
             raise InputError(
                 f"{step.name} cannot be cut into tiles along dimension {dim} of its state: {reason}. Cut it along another one "
                 "(0 are examples), or not at all."
             )
-        tiles.tested.add(flags)
+        if tells:
+            tiles.tested.add(flags)
     return cut
-
-
-def _tells(x: Tensor) -> bool:
-    """Return whether what a function makes of x shows anything."""
-    may_look = has_value(x) and not is_capturing() and not torch.compiler.is_compiling()
-    return may_look and x.numel() > 0 and bool(x.isfinite().all())
 
 
 def _cut_further(older: Tensor, newer: Tensor, count: int, dim: int) -> list[Tile]:

@@ -110,7 +110,7 @@ def test_every_row_of_an_own_network(own, run):
     assert " stored: it does not fit 0.6 MB; " in answer["answer"]
     model, batch = create_named_module("fit_net:make", None)
     rows = answer["methods"]
-    assert list(rows) == ["stored", "checkpointed", "planned", "reversible", "random signs"]
+    assert list(rows) == ["stored", "checkpointed", "planned", "reversible", "random signs", "random signs, 8 tiles"]
     assert rows["stored"]["peak_bytes"] == count(model, batch).peak_bytes > 0.9 * card > rows["planned"]["peak_bytes"]
     assert rows["stored"]["work"] == 1.0 <= rows["planned"]["work"] < rows["checkpointed"]["work"]
     largest = rows["stored"]["largest"]
@@ -124,6 +124,7 @@ def test_every_row_of_an_own_network(own, run):
         assert rows[name]["peak_bytes"] == count(model, batch).peak_bytes
         revzoo.ordinary_(model)
     assert rows["random signs"]["kept_bytes"] < rows["reversible"]["kept_bytes"]
+    assert rows["random signs, 8 tiles"]["peak_bytes"] < rows["random signs"]["peak_bytes"]
 
 
 def test_planned_batches_beside_an_update_of_the_optimizer(own):
@@ -166,7 +167,7 @@ def test_the_sentence():
 
 def test_a_model_of_the_zoo(file, run):
     answer = answer_of(run("fits", file("rev_vit_digits"), "--card", "3MB", "--batch", 64, "--json"))
-    assert list(answer["methods"]) == ["stored", "checkpointed", "inverted", "planned"]
+    assert list(answer["methods"]) == ["stored", "checkpointed", "inverted", "planned", "inverted, 8 tiles"]
     peaks = {name: method["peak_bytes"] for name, method in answer["methods"].items()}
     assert peaks["inverted"] < peaks["checkpointed"] < peaks["stored"]
     assert not any(method["problem"] for method in answer["methods"].values())
@@ -177,7 +178,10 @@ def test_a_language_model_of_the_zoo():
     model = revzoo.create("rev_gpt_mini", overrides=["input.vocabulary=1000", "stages.0.depth=1"])
     ids = model.example_input(2)
     rows = {row.name: row for row in revzoo.fits(model, ids, "1GB").methods}
-    assert list(rows)[2:] == ["inverted", "planned", "checkpointed, chunked loss", "inverted, chunked loss"]
+    assert list(rows)[2:] == [
+        "inverted", "planned", "inverted, 8 tiles",
+        "checkpointed, chunked loss", "inverted, chunked loss", "inverted, 8 tiles, chunked loss",
+    ]  # fmt: skip
     assert rows["inverted"].peak_bytes == count(model, ids, loss=compute_cross_entropy).peak_bytes
     revzoo.chunk_loss_(model)
     counted = count(model, ids, loss=compute_cross_entropy)
@@ -228,7 +232,7 @@ def test_a_language_model_has_rows_with_a_chunked_loss(tmp_path):
     before = count(model, batch)
     rows = {row.name: row for row in revzoo.fits(model, batch, "1GB").methods}
     assert count(model, batch) == before
-    assert list(rows)[-2:] == ["checkpointed, chunked loss", "random signs, chunked loss"]
+    assert list(rows)[-3:] == [f"{name}, chunked loss" for name in ("checkpointed", "random signs", "random signs, 8 tiles")]
     revzoo.chunk_loss_(model)
     revzoo.reversible_(model, kept_bits=1, sign="random")
     counted, row = count(model, batch), rows["random signs, chunked loss"]
@@ -241,7 +245,10 @@ def test_another_loss_is_not_counted_in_chunks(tmp_path):
     model, batch = create_named_module(write_config(tmp_path, "LlamaForCausalLM"), 8, 64)
     answer = revzoo.fits(model, batch, "100KB", loss=lambda outputs: outputs.logits.logsumexp(-1).sum())
     problems = {method.name: method.problem for method in answer.methods if method.problem}
-    assert list(problems) == ["planned", "checkpointed, chunked loss", "random signs, chunked loss"]
+    assert list(problems) == [
+        "planned",
+        *(f"{name}, chunked loss" for name in ("checkpointed", "random signs", "random signs, 8 tiles")),
+    ]
     assert "logsumexp" in problems["random signs, chunked loss"]
 
 
