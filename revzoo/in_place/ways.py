@@ -69,7 +69,8 @@ def _cut_blocks(model: nn.Module, batch: Any, **options: Any) -> Iterator[None]:
     has_values = any(map(has_value, model.parameters()))
     try:
         given = {} if has_values else {"batch": batch, "split": ("attention", "mlp")}
-        reversible_(model, tiles=_TILES, **given, **options)
+        with without_packing_masks(batch):
+            reversible_(model, tiles=_TILES, **given, **options)
     except (ConversionError, UnknownNameError):
         reversible_(model, tiles=_TILES, **options)
     try:
