@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from revzoo.analysis.report import MemoryReport as MemoryReport
     from revzoo.analysis.report import PixelReport as PixelReport
     from revzoo.analysis.step_memory import measure_memory as measure_memory
+    from revzoo.analysis.tiles import choose_tiles as choose_tiles
     from revzoo.analysis.verify import VerifyReport as VerifyReport
     from revzoo.analysis.verify import verify as verify
     from revzoo.any_plan import plan as plan
@@ -59,6 +60,7 @@ _HOMES = {
     "VerifyReport": "revzoo.analysis.verify",
     "build": "revzoo.model.builder",
     "bytes_per_pixel": "revzoo.analysis.bytes_per_pixel",
+    "choose_tiles": "revzoo.analysis.tiles",
     "chunk_loss_": "revzoo.in_place.chunk_loss",
     "chunked_loss": "revzoo.runtime.chunked_loss",
     "compile_steps": "revzoo.model.compile_steps",

@@ -11,8 +11,10 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 
+from revzoo.analysis.dry_run import in_mode
 from revzoo.analysis.flops import FEW_FLOPS, FlopCounter
 from revzoo.analysis.likeness import on_grid_of_training, warn_of_another_function
+from revzoo.analysis.tiles import choose_tiles
 from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
 from revzoo.block_steps.state_grid import FRACTION_BITS, StateGrid, StateSizes, choose_grid
@@ -99,7 +101,7 @@ def reversible_(
     sign: Sign = "fixed",
     fraction_bits: int | None = None,
     split: Split | None = None,
-    tiles: int = 1,
+    tiles: int | Literal["auto"] = 1,
     keep: Iterable[Pattern] = (),
 ) -> ReversibleReport:
     """Change a network in place so that its blocks are the steps of reversible chains, rebuilt in backward.
@@ -131,6 +133,7 @@ def reversible_(
             in backward one branch at a time keeps what autograd saves in it. Needs a batch, to see that the two are the block.
         tiles: into how many pieces every step is cut, so that backward holds what autograd saves in one of them: a whole block,
             and the first branch of a split one, along examples, the second branch along tokens. The first forward tests it.
+            "auto": as few as bring the peak down to that of something else (`revzoo.choose_tiles`); needs a batch.
         keep: submodules of blocks whose outputs are kept for backward: names ("*.router"), classes, or functions of a module.
             Those that return integers, as routers of mixtures of experts do, are kept anyway.
     Raises:
@@ -146,6 +149,8 @@ def reversible_(
     _require_sign(sign, coupling)
     if split is not None:
         _require_split(split, batch)
+    if tiles == "auto" and batch is None:
+        raise InputError("tiles='auto' counts training steps. Give it one: reversible_(model, batch=batch, tiles='auto').")
     has_values = batch is not None and all(map(has_value, (*model.parameters(), *tensors_in(batch))))
     surveys, before, notes = survey_blocks(model, lists, batch) if has_values else (None, None, [])
     chosen, ordinary, left = choose_chains(model, lists, surveys, is_named=bool(paths))
@@ -167,11 +172,14 @@ def reversible_(
             else:
                 first, second = branches[block]
                 steps.append(BranchStep(block, chain, 2 * i, first, BranchStep(block, chain, 2 * i + 1, second)))
-        chain.tiles = tiles
+        chain.tiles = 1 if tiles == "auto" else tiles
     similarity, peaks = None, None
     try:
         for step in steps:
             step.install()
+        if tiles == "auto":
+            with in_mode(model, training=True):
+                choose_tiles(model, batch)
         if before is not None:
             with FlopCounter() as flops:
                 similarity = measure_similarity(before, run_network(model, batch), batch)
@@ -246,10 +254,12 @@ def _describe(chain: BlockChain, blocks: Iterable[nn.Module], branches: Mapping[
         each = f"two of each {classes} ({' or '.join(parts)})"
     stored, digits = chain.input_bytes * len(chain.blocks), chain.coupling.fraction_bits
     dtypes = f"{stored} in float64" if chain.input_bytes == 8 else f"{stored} in float32, {stored // 2} in half precision"
+    cut = sorted({*chain.tiles} - {1})
+    tiles = f", cut into {join_names([str(each) for each in cut])} tiles" if cut else ""
     usual = GRIDS[torch.float64 if chain.state_bytes == 8 else torch.float32][0]
     return (
         f"{chain.path}: {len(chain.names)} steps, {each}; they keep {_count_kept_bytes(chain):g} bytes for every element "
-        f"of the state (their inputs alone would be {dtypes}), on a grid of 2^-{usual if digits is None else digits}"
+        f"of the state (their inputs alone would be {dtypes}), on a grid of 2^-{usual if digits is None else digits}{tiles}"
     )
 
 

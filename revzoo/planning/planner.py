@@ -250,6 +250,8 @@ def _explain_shortage(problem: Problem, limit: int, min_peak: int, min_peak_mode
     worst = max(list_phase_peaks(problem, min_peak_modes), key=lambda phase: phase.bytes)
     where = "at the loss" if worst.phase == "loss" else f"in the {worst.phase} of {worst.name}"
     remedy = "Try a smaller batch, autocast, or an optimizer of less state."
+    if worst.phase == "backward":
+        remedy += " Where that is a step, tiles lower the peak: revzoo.choose_tiles(model, batch)."
     if min_peak == problem.update_peak:
         where, remedy = "at the optimizer's update", "Try foreach=False, or an optimizer of less state."
     return (

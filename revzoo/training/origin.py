@@ -131,12 +131,12 @@ def _compare_names(before: list[str], now: list[str]) -> str:
 # to start from, or contradicts what was done before, as another optimizer or batch size.
 _CHANGEABLE = (
     *("data.augment", "data.num_workers", "data.root", "data.shift", "data.text.tokenizer", "data.unreadable"),
-    *("memory", "mixup", "model.exact", "model.schedule", "train"),
+    *("memory", "mixup", "model.exact", "model.schedule", "model.tiles", "train"),
 )
 _FIXED = ("train.accumulate", "train.freeze", "train.seed")
 # Of what can change, what a plan depends on.
 _PLANNED = (
-    *("memory", "mixup", "model.exact", "train.mixed_precision"),
+    *("memory", "mixup", "model.exact", "model.tiles", "train.mixed_precision"),
     *("train.offload", "train.optimizer_in_backward", "train.shard"),
 )
 _WITHOUT_END = ("constant", "step", "multistep")  # schedules that do not depend on where a run ends

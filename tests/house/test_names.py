@@ -20,6 +20,7 @@ CLASSES = {
 PINNED = {
     "build": "(spec)",
     "bytes_per_pixel": "(model, batch=None, *, loss=None)",
+    "choose_tiles": "(model, batch, *, loss=None)",
     "chunk_loss_": "(model, head=None, *, batch=None, loss=None, chunk=None)",
     "chunked_loss": "(head, hidden, labels, *, loss=None, reduction='mean', ignore_index=-100, label_smoothing=0.0, "
     "z_loss=0.0, chunk=None)",
@@ -27,7 +28,7 @@ PINNED = {
     "convert": "(source, weights=None, *, coupling='momentum', kept_bits=8, sign='fixed', m=None, beta=None, out=None, "
     "strict=True, num_outputs=None, batch=None)",
     "create": "(source, *, pretrained=False, checkpoint=None, num_outputs=None, overrides=None, schedule='invert', "
-    "lookahead=0, exact=False, device=None, dtype=None, **others)",
+    "tiles=1, lookahead=0, exact=False, device=None, dtype=None, **others)",
     "export": "(folder, out, weights=None)",
     "fits": "(model, batch, card=None, *, optimizer=None, loss=None, vary_length=False, report=None)",
     "generate": "(model, prompt, *, tokens=200, temperature=0.8, top_k=None, seed=None)",
@@ -43,7 +44,7 @@ PINNED = {
     "ordinary_": "(model)",
     "release": "(module)",
     "reversible_": "(model, *paths, batch=None, coupling='momentum', kept_bits=8, sign='fixed', fraction_bits=None, "
-    "split=None, keep=())",
+    "split=None, tiles=1, keep=())",
     "solve": "(profile, budget, solver='timeline')",
     "transform": "(model)",
     "verify": "(model, batch, *, loss=None)",
@@ -51,9 +52,10 @@ PINNED = {
 RUNTIME = {
     "Bijection", "Coupled", "CoupledConv2d", "Coupling", "InPlaceABN2d", "InvertibleBatchNorm2d", "InvertibleLeakyReLU",
     "LayerChain", "LiveBytes", "PixelUnshuffle", "ReversibleChain", "SpaceToBatch", "SpaceToDepth", "set_tripwire",
+    "tiled",
 }  # fmt: skip
 MODEL_NAMES = {
-    "steps", "units", "schedule", "exact", "lookahead", "spec", "num_outputs",
+    "steps", "units", "schedule", "tiles", "exact", "lookahead", "spec", "num_outputs",
     "forward", "forward_features", "inverse", "reset_head", "example_input", "generate",
     "no_weight_decay", "group_matcher", "set_coupling", "layout", "has_streams",
     "save_pretrained", "from_pretrained", "push_to_hub",

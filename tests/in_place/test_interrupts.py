@@ -185,6 +185,7 @@ CALLS = {  # what makes a module, what is called, whether that changes the modul
     "split": (lambda: Toy(Residual(), Residual()), lambda m: revzoo.reversible_(m, batch=X, split=SPLIT), True, 12),
     "ordinary_": (reversible, revzoo.ordinary_, True, 4),
     "inplace_abn_": (Folded, lambda m: revzoo.inplace_abn_(m, IMAGES, relu_slope=0.01), True, 12),
+    "choose_tiles": (chain, lambda m: revzoo.choose_tiles(m, (X, X)), True, 2),
     "verify": (chain, lambda m: revzoo.verify(m, (X, X)), False, 12),
     "measure_numerics": (chain, lambda m: revzoo.measure_numerics(m, (X, X)), False, 12),
     "convert": (lambda: timm.create_model("test_vit", num_classes=5), revzoo.convert, False, 2),

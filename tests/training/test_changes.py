@@ -44,11 +44,12 @@ def test_changes_that_make_sense_are_accepted(copied, capsys):
     edit(copied / "config.yaml", train__label_smoothing=0.3)
     refuse(copied, "train.label_smoothing: 0.1 at the start, 0.3 now\nPut it back, or accept it with --accept-changes.")
     refuse(copied, "accept it with --accept-changes.", "train.clip_grad=2.0")  # which accepts only itself
-    resume(copied, ["train.clip_grad=2.0"], accept_changes=True)
+    resume(copied, ["train.clip_grad=2.0", "model.tiles=2"], accept_changes=True)
     printed = capsys.readouterr().out
     assert "Changed: train.label_smoothing: 0.1 at the start, 0.3 now." in printed
     assert "Changed: train.clip_grad: 1.0 at the start, 2.0 now." in printed
-    assert load_recipe(copied / "config.yaml").train.clip_grad == 2.0
+    recipe = load_recipe(copied / "config.yaml")
+    assert (recipe.train.clip_grad, recipe.model.tiles) == (2.0, 2)
     resume(copied)
     assert "Changed" not in capsys.readouterr().out
 

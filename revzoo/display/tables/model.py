@@ -11,7 +11,8 @@ from revzoo.format import format_bytes, format_macs, format_shape
 
 _CAPTION = (
     "With invert, any number of consecutive steps keeps one pair of streams; a bijection between them keeps nothing. Nodes "
-    "(stem, transitions, fuse, head) keep their activations unless set to selective or recompute."
+    "(stem, transitions, fuse, head) keep their activations unless set to selective or recompute. A step cut into tiles "
+    "(model.tiles, revzoo.choose_tiles) keeps as much, and takes less while it runs again."
 )
 
 _ONE_TENSOR_CAPTION = (
