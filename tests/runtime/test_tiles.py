@@ -70,7 +70,7 @@ def test_gradients_are_those_of_storing(coupling, depth):
     """And those of storing whole steps; states on a grid to the bit."""
     options, streams = {"coupling": COUPLINGS[coupling]}, make_streams()
     whole = run(make_chain(depth, 1, **options), streams, "store")
-    for tiles, dim, dropout in [(2, 1, 0.0), (3, -2, 0.3), (9, 1, 0.3), (2, 0, 0.3), (3, 0, 0.0)]:
+    for tiles, dim, dropout in [(2, 1, 0.0), (3, -2, 0.3), (9, 1, 0.3), (2, 0, 0.3), (3, 0, 0.0)][depth % 2 :: 2]:
         chain = make_chain(depth, tiles, dim, lambda rate=dropout: mlp(rate), **options)
         stored = run(chain, streams, "store")
         if not dropout and not chain.couplings[0].is_exact:
