@@ -18,6 +18,7 @@ A call stores nothing on modules, so any number of forwards may precede a backwa
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -35,6 +36,7 @@ from revzoo.runtime.forward import Forward
 from revzoo.runtime.inventory import Pattern, check_patterns, forget_inventory
 from revzoo.runtime.layout import LayoutEntry, Scheduled
 from revzoo.runtime.lookahead import LookaheadOption, begin_lookahead
+from revzoo.runtime.mode import Mode
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives
 from revzoo.runtime.update import Step, StepUpdate, is_dense, make_step, make_update
@@ -180,8 +182,9 @@ def run_chain(
             "The two streams must be floating tensors of one dtype and device. "
             f"Received: {x1.dtype} on {x1.device} and {x2.dtype} on {x2.device}."
         )
-    is_recorded = any(isinstance(link, Step) and (link.mode.drops or link.tiles is not None) for link in links)
-    if segment is not None or (is_recorded and torch.is_grad_enabled() and not is_exporting()):
+    steps = [link for link in links if isinstance(link, Step)]
+    drops = torch.is_grad_enabled() and any(step.mode.drops for step in steps)
+    if segment is not None or ((drops or any(step.tiles is not None for step in steps)) and not is_exporting()):
         return _run_recorded(links, x1, x2, side, exact, lookahead, segment, keep)
     return _run_plain(links, x1, x2, side, exact)
 
@@ -236,6 +239,8 @@ def _run_recorded(
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
     if must_store() and segment is None:
         return _run_plain(links, x1, x2, side, exact)
+    if not torch.is_grad_enabled():
+        links = [replace(link, mode=Mode.STORE) if isinstance(link, Step) else link for link in links]
     steps = [link for link in links if isinstance(link, Step)]
     grid, pair = _start(links, x1, x2, exact, will_invert=any(step.mode.inverts for step in steps))
     forward = Forward(x1, side=side, lookahead=lookahead, grid=grid, keep=keep)

@@ -306,7 +306,10 @@ class InvertedSegment:
         rebuilt = update.invert(states, out)
         del out
         self._move(rebuilt, -1)  # at once: the states may have been changed in place
-        if watch is not None and noted is not None:
+        if watch is not None and not update.rebuilds:
+            if refill:
+                watch.compare_refilled(call)
+        elif watch is not None and noted is not None:
             try:
                 watch.compare(noted, call, update, update.find_rebuilt(rebuilt), refill and not update.inverts_first)
             except RecoveryError:

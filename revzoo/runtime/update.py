@@ -59,8 +59,11 @@ class Step:
 
     @property
     def tiles(self) -> Tiles | None:
-        """Into what it is cut; None if it is run whole, as without gradients."""
-        return find_tiles(self.f) if torch.is_grad_enabled() else None
+        """Into what it is cut; None if it is run whole, as in evaluation without gradients.
+
+        In training a checkpoint around the chain may run it first without and then with them: both must draw alike.
+        """
+        return find_tiles(self.f) if torch.is_grad_enabled() or getattr(self.f, "training", False) else None
 
 
 def make_step(f: Callable[..., Tensor], name: str, coupling: Coupling, mode: Mode, training: bool) -> Step:
