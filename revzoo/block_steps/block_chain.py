@@ -345,9 +345,12 @@ class BlockStep(nn.Module):
         pair, segment, grid, round = self._find_states(x)
         forward = Forward(x, side=arguments, grid=grid, keep=self.chain.keep)  # settings may differ from block to block
         forward.round = round
+        has_cache = any(map(is_cache, (*arguments.positional, *arguments.keywords.values())))
+        is_whole = has_cache or not (torch.is_grad_enabled() or self.block.training)
         try:
             with forward:
-                pair, segment = run_link(Step(self, self.name, self.chain.coupling, mode), pair, segment, forward)
+                step = Step(self, self.name, self.chain.coupling, mode, is_whole)
+                pair, segment = run_link(step, pair, segment, forward)
         finally:  # the graph holds it
             value, arguments.returned.value = arguments.returned.value, None
         if segment is not None:

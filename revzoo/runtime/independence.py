@@ -30,9 +30,14 @@ def find_known_mixing(inventory: Inventory, dim: int) -> str | None:
         is_of_examples = isinstance(module, _InstanceNorm) and not module.track_running_stats
         if isinstance(module, _NormBase) and (module.training or not module.track_running_stats) and not is_of_examples:
             return f"{_name(inventory, module)} mixes them in its statistics"
-        if dim and module.training and type(module).__name__.endswith("DropPath") and getattr(module, "drop_prob", None):
+        if dim and module.training and drops_examples(module):
             return f"{_name(inventory, module)} drops whole examples"
     return None
+
+
+def drops_examples(module: nn.Module) -> bool:
+    """Return whether a module is a drop path, which draws for each example, of timm's or a library like it."""
+    return type(module).__name__.endswith("DropPath") and bool(getattr(module, "drop_prob", None))
 
 
 def explain_mixing(f: Callable[..., Tensor], x: Tensor, side: Any, tiles: Sequence[Tile]) -> str | None:

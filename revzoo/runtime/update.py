@@ -50,12 +50,17 @@ def restore_strides(x: Tensor, strides: Strides) -> Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a chain: its function, and its coupling and mode in this forward call."""
+    """One step of a chain: its function, and its coupling and mode in this forward call.
+
+    Args:
+        is_whole: whether it is run whole, though it may be marked to be cut.
+    """
 
     f: Callable[..., Tensor]
     name: str
     coupling: Coupling
     mode: Mode
+    is_whole: bool = False
 
     @property
     def tiles(self) -> Tiles | None:
@@ -63,7 +68,8 @@ class Step:
 
         In training a checkpoint around the chain may run it first without and then with them: both must draw alike.
         """
-        return find_tiles(self.f) if torch.is_grad_enabled() or getattr(self.f, "training", False) else None
+        is_whole = self.is_whole or not (torch.is_grad_enabled() or getattr(self.f, "training", False))
+        return None if is_whole else find_tiles(self.f)
 
 
 def make_step(f: Callable[..., Tensor], name: str, coupling: Coupling, mode: Mode, training: bool) -> Step:

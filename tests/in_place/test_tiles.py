@@ -1,0 +1,123 @@
+"""`reversible_` with tiles: gradients of storing, an inside that is cut, and blocks that cannot be cut."""
+
+import pytest
+import torch
+import transformers
+
+import revzoo
+from revzoo.analysis.dry_run import compute_usual_loss
+from revzoo.errors import InputError
+from revzoo.in_place.ways import without_packing_masks
+from tests.in_place.networks import IDS, NETWORKS, SPLIT, TEXT, Tanh, Toy, X, assert_equal, count_bytes, llama, train_step
+
+SPLITTABLE = ("llama", "gpt2", "vit")
+ONE_BIT = {"kept_bits": 1, "sign": "random"}
+
+
+@pytest.mark.parametrize("options", [{"kept_bits": 8}, ONE_BIT], ids=["8 bits", "random bit"])
+@pytest.mark.parametrize(
+    ("name", "split"), [*((name, None) for name in NETWORKS), ("llama", SPLIT), ("gpt2", SPLIT), ("vit", SPLIT)]
+)
+def test_gradients_are_those_of_storing_the_same_tiles(name, split, options):
+    make, path, batch = NETWORKS[name]
+    torch.manual_seed(0)
+    model = make()
+    keys = [*model.state_dict()]
+    report = revzoo.reversible_(model, path, batch=batch, split=split, tiles=2, **options)
+    assert report.chains[0].tiles == [2] * report.steps
+    stored, _ = train_step(model, batch, "store")
+    for schedule in ("invert", "recompute", (3 * ["invert", "store", "selective", "invert"])[: report.steps]):
+        assert_equal(train_step(model, batch, schedule)[0], stored)
+    assert [*model.state_dict()] == keys
+
+
+@pytest.mark.parametrize("split", [None, SPLIT])
+def test_gradients_are_those_of_whole_blocks(split):
+    gradients = []
+    for tiles in (1, 3):
+        torch.manual_seed(0)
+        model = llama(4).double()
+        model.config._attn_implementation = "eager"
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.0
+        report = revzoo.reversible_(model, "model.layers", batch=TEXT, split=split, tiles=tiles)
+        assert report.similarity.least_cosine > 0.99
+        gradients.append(train_step(model, TEXT)[0])
+    for name, whole in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], whole, rtol=1e-10, atol=1e-14)
+
+
+def test_evaluation_and_generate_are_those_of_whole_blocks():
+    model = llama(4).eval()
+    ids = TEXT["input_ids"]
+    revzoo.reversible_(model, kept_bits=8)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    logits, continued = model(ids).logits, model.generate(ids, **options)
+    revzoo.ordinary_(model)
+    report = revzoo.reversible_(model, kept_bits=8, tiles=2)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, logits)
+    assert torch.equal(model.generate(ids, **options), continued)
+    report.chains[0].tiles = 1
+    assert torch.equal(model(ids).logits, logits)
+
+
+def test_the_peak_falls_with_the_number_of_tiles_and_what_is_kept_stays():
+    wide = IDS.repeat(4, 8)  # 8 texts of 96 tokens
+    batch = {"input_ids": wide, "labels": wide}
+    kept, peaks = {}, {}
+    for tiles in (1, 2, 4, 8):
+        model = llama(4)
+        revzoo.reversible_(model, batch=batch, split=SPLIT, tiles=tiles)
+        kept[tiles], peaks[tiles] = count_bytes(model, batch)
+    # A cut step keeps the bits of its first state, too, where it is the first: not here, since nobody asks for that state.
+    assert len(set(kept.values())) == 1
+    assert peaks[1] > peaks[2] > peaks[4] >= peaks[8]
+    assert peaks[4] < 0.6 * peaks[1]
+
+
+def test_a_llama_without_values_is_split_and_cut():
+    """On the meta device, as `revzoo fits` counts it: the inside of an MLP is a sixteenth, and that of attention the peak."""
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, vocab_size=64, use_cache=False
+    )
+    peaks = {}
+    for tiles in (1, 4, 16):
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config).train()
+            batch = {"input_ids": torch.empty(1, 2048, dtype=torch.int64)}
+        with without_packing_masks(batch):
+            revzoo.reversible_(model, batch=batch, split=SPLIT, tiles=tiles, **ONE_BIT)
+            peaks[tiles] = revzoo.measure_memory(model, batch, loss=compute_usual_loss).activation_bytes
+    hidden = 4 * 2048 * 1024
+    assert peaks[1] - peaks[4] > 3 * hidden
+    assert peaks[16] < peaks[4]
+
+
+def test_blocks_that_mix_examples_are_refused():
+    class Normed(Tanh):
+        def __init__(self):
+            super().__init__(lambda m, x: x + m.norm(m.layer(x)))
+            self.norm = torch.nn.BatchNorm1d(6)
+
+    model = Toy(*(Normed() for _ in range(3)))
+    revzoo.reversible_(model, tiles=2)
+    with pytest.raises(InputError, match=r"blocks\.0 cannot be cut into tiles along dimension 0 .* a BatchNorm1d, mixes them"):
+        model(X)
+
+
+def test_blocks_that_return_more_than_their_state_are_refused():
+    class Telling(Tanh):
+        def forward(self, x):
+            return x + self.layer(x).tanh(), x.mean()
+
+    class Listening(Toy):
+        def forward(self, x):
+            for block in self.blocks:
+                x, _ = block(x)
+            return self.head(x)
+
+    model = Listening(*(Telling() for _ in range(3)))
+    revzoo.reversible_(model, tiles=2)
+    with pytest.raises(InputError, match="may return nothing but its state"):
+        model(X)
