@@ -125,6 +125,10 @@ def _make_divided(
         for each in (model, *averaged):
             shard_(each, mesh, precision=precision, offload=offload)
 
+    if (tiles := arguments.pop("tiles")) != 1:
+        raise recipe.error(
+            "model.tiles", str(tiles), "1: parameters are divided over processes, and each tile would gather them"
+        )
     model = create_sharded(shard=divide, device=device, offload=offload, **arguments)
     if recipe.ema is None:
         return model, None
