@@ -61,8 +61,8 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
         progress = call_on_all(run_folder.read_progress)
         whole_batch = call_on_all(lambda: read_origin(run_folder)).batch_size
         spec_file = str(run_folder.path / "spec.yaml")  # the weights come from the state
-        own = recipe.model
-        model_options = ModelOptions(spec_file, schedule=own.schedule, tiles=own.tiles, exact=own.exact)
+        kept = {key: getattr(model_options, key) for key in ("schedule", "tiles", "exact")}
+        model_options = ModelOptions(spec_file, **kept)
     else:
         assert isinstance(recipe.data.batch_size, int)  # `settle_batch_size`
         whole_batch = recipe.data.batch_size * processes
