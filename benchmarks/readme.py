@@ -73,6 +73,8 @@ def describe_performance() -> Iterator[str]:
     yield from describe_modes(json.loads((RESULTS / "runtime.json").read_text()))
     yield ""
     yield from describe_lookahead(json.loads((RESULTS / "lookahead.json").read_text()))
+    yield ""
+    yield from describe_tiles(json.loads((RESULTS / "tiles.json").read_text()))
     peers = RESULTS / "peers.json"
     if peers.exists():
         yield ""
@@ -119,6 +121,26 @@ def describe_lookahead(results: dict[str, Any]) -> Iterator[str]:
         f"Times are over those of `store` in the same run, on {results['hardware']['cores']} cores: with one thread in each "
         "operation a core is free for the recovery, with two it is not. "
         "All figures: `benchmarks/results/cpu/lookahead.json`."
+    )
+
+
+def describe_tiles(results: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of steps in tiles and whole ones."""
+    yield "Steps whole and cut into tiles, measured with `python benchmarks/tiles.py`:"
+    yield ""
+    methods = ("checkpointed", "whole", "2 tiles", "8 tiles", "32 tiles")
+    yield f"| network | | {' | '.join(methods)} |"
+    yield "|---|---|---:|---:|---:|---:|---:|"
+    for what, net in dict.fromkeys((figure["what"], figure["net"]) for figure in results["figures"]):
+        values = {method: find(results, what, net, method) for method in methods}
+        for depth in values["whole"]:
+            cells = (f"{values[method][depth]:.4g}" if values[method] else "" for method in methods)
+            yield f"| {net}, {depth} blocks | {what} | {' | '.join(cells)} |"
+    yield ""
+    yield from wrap(
+        f"Bytes and FLOPs are counted; times are medians of ratios, on {describe_machine(results)}. Convolutions and "
+        "attention are cut along examples, MLPs along tokens. The partial sums of a step's parameter gradients are among the "
+        "bytes: 1.5 streams of the transformer. All figures: `benchmarks/results/cpu/tiles.json`."
     )
 
 

@@ -35,6 +35,10 @@ _BIT: dict[str, Any] = {"kept_bits": 1, "sign": "random"}
 _SPLIT = ("attention", "mlp")
 
 
+def name_tiles(tiles: int) -> str:
+    return "whole" if tiles == 1 else f"{tiles} tiles"
+
+
 def make_group_norm_block(channels: int) -> list[nn.Module]:
     """Return F and G of a block without batch statistics."""
 
@@ -63,7 +67,7 @@ def memory(net: Net) -> Iterator[Figure]:
     unit, batch = net.batch()[0].nbytes, net.batch()
     for depth, tiles in itertools.product(net.depths, TILES):
         counted = revzoo.measure_memory(cut(net, depth, tiles), batch)
-        yield Figure("peak activation memory, in streams", net.name, f"{tiles} tiles", depth, counted.activation_bytes / unit)
+        yield Figure("peak activation memory, in streams", net.name, name_tiles(tiles), depth, counted.activation_bytes / unit)
 
 
 def flops(net: Net) -> Iterator[Figure]:
@@ -71,7 +75,7 @@ def flops(net: Net) -> Iterator[Figure]:
     stored = count_flops(net.chain(depth, "store"), batch)
     for tiles in TILES:
         yield Figure(
-            "FLOPs over stored", net.name, f"{tiles} tiles", depth, count_flops(cut(net, depth, tiles), batch) / stored
+            "FLOPs over stored", net.name, name_tiles(tiles), depth, count_flops(cut(net, depth, tiles), batch) / stored
         )
 
 
@@ -88,7 +92,7 @@ def seconds(net: Net, rounds: int) -> Iterator[Figure]:
     for tiles, each in durations.items():
         ratio = statistics.median(t / whole for t, whole in zip(each, durations[1], strict=True))
         most = 1.10 if tiles == _TIMED and rounds > 1 else None
-        yield Figure("time over whole steps, one thread", net.name, f"{tiles} tiles", depth, ratio, most)
+        yield Figure("time over whole steps, one thread", net.name, name_tiles(tiles), depth, ratio, most)
 
 
 def language_models(quick: bool) -> Iterator[Figure]:
@@ -96,9 +100,7 @@ def language_models(quick: bool) -> Iterator[Figure]:
     mini = BertConfig(hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=12)
     small = _make_llama_config(24, 256, 688, 512, 4, 4)
     yield from _count("MiniLM-L6, 8 x 512", lambda: BertModel(mini), torch.float32, (8, 512), {"kept_bits": 8}, None, 150)
-    yield from _count(
-        "Llama, 24 blocks, 2 x 256", lambda: LlamaForCausalLM(small), torch.bfloat16, (2, 256), _BIT, _SPLIT, None
-    )
+    yield from _count("small Llama, 2 x 256", lambda: LlamaForCausalLM(small), torch.bfloat16, (2, 256), _BIT, _SPLIT, None)
     if not quick:
         large = _make_llama_config(32, 4096, 14336, 128256, 32, 8)
         name = "Llama-3.1-8B, 1 x 32768"
@@ -133,13 +135,13 @@ def _count(
     options = options | ({} if split is None else {"split": split, "batch": batch})
     ways: dict[str, Any] = {
         "checkpointed": checkpoint_blocks,
-        **{f"{n} tiles": lambda model, n=n: make_blocks_reversible(model, **options, tiles=n) for n in TILES},
+        **{name_tiles(n): lambda model, n=n: make_blocks_reversible(model, **options, tiles=n) for n in TILES},
     }
     chunk = chunk_loss_of if isinstance(network, LlamaForCausalLM) else lambda _: nullcontext()
     for way, change in ways.items():
         with without_packing_masks(batch), chunk(network), change(network):
             counted = revzoo.measure_memory(network, batch, loss=compute_usual_loss)
-        limit = most if way == f"{TILES[-1]} tiles" else None
+        limit = most if way == name_tiles(TILES[-1]) else None
         yield Figure("peak activation memory, in MiB", name, way, blocks, counted.activation_bytes / 2**20, limit)
 
 
@@ -150,7 +152,7 @@ def largest_batches(quick: bool) -> Iterator[Figure]:
         few, many = (revzoo.measure_memory(model, model.example_input(n)).peak_bytes for n in (256, 512))
         rate = (many - few) / 256
         batch = int((6e9 - few) // rate + 256)
-        yield Figure("largest batch in 6 GB", "rev_vit_s", f"{tiles} tiles", depth, batch)
+        yield Figure("largest batch in 6 GB", "rev_vit_s", name_tiles(tiles), depth, batch)
 
 
 def measure(quick: bool) -> Iterator[Figure]:

@@ -218,7 +218,7 @@ class Grid:
         terms = previous, current, out
         advance = self._compile_if_exact(_advance, coupling, *terms)
         following, bits = advance(*(x.detach() for x in terms), coupling, self.scale, self.limit, keeps_bits)
-        return attach_graph(following, coupling, *terms), bits
+        return attach_graph(following, coupling.weights, *terms), bits
 
     def invert(
         self,

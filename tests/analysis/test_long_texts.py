@@ -99,6 +99,24 @@ def test_8b_takes_what_the_formula_says(way):
     assert count_step(2**15, LLAMA_8B, way).activation_bytes == pytest.approx(compute_bytes(2**15, LLAMA_8B)[way], rel=1e-6)
 
 
+def test_a_llama_without_values_is_split_and_cut():
+    """On the meta device, as `revzoo fits` counts it: the inside of an MLP is a sixteenth, and that of attention the peak."""
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, vocab_size=64, use_cache=False
+    )
+    peaks = {}
+    for tiles in (1, 4, 16):
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config).train()
+            batch = {"input_ids": torch.empty(1, 2048, dtype=torch.int64)}
+        with without_packing_masks(batch):
+            revzoo.reversible_(model, batch=batch, split=("attention", "mlp"), tiles=tiles, kept_bits=1, sign="random")
+            peaks[tiles] = revzoo.measure_memory(model, batch, loss=compute_usual_loss).activation_bytes
+    hidden = 4 * 2048 * 1024
+    assert peaks[1] - peaks[4] > 3 * hidden
+    assert peaks[16] < peaks[4]
+
+
 @pytest.mark.parametrize(
     ("blocks", "d", "tokens", "published"),
     [

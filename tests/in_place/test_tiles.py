@@ -5,9 +5,7 @@ import torch
 import transformers
 
 import revzoo
-from revzoo.analysis.dry_run import compute_usual_loss
 from revzoo.errors import InputError
-from revzoo.in_place.ways import without_packing_masks
 from tests.in_place.networks import IDS, NETWORKS, SPLIT, TEXT, Tanh, Toy, X, assert_equal, count_bytes, llama, train_step
 
 SPLITTABLE = ("llama", "gpt2", "vit")
@@ -22,6 +20,11 @@ def test_gradients_are_those_of_storing_the_same_tiles(name, split, options):
     make, path, batch = NETWORKS[name]
     torch.manual_seed(0)
     model = make()
+    if name == "gpt2" and transformers.__version__ < "5":  # its blocks return the weights of attention, too
+        revzoo.reversible_(model, path, tiles=2, **options)
+        with pytest.raises(InputError, match="may return nothing but its state"):
+            train_step(model, batch)
+        return
     keys = [*model.state_dict()]
     report = revzoo.reversible_(model, path, batch=batch, split=split, tiles=2, **options)
     assert report.chains[0].tiles == [2] * report.steps
@@ -74,24 +77,6 @@ def test_the_peak_falls_with_the_number_of_tiles_and_what_is_kept_stays():
     assert len(set(kept.values())) == 1
     assert peaks[1] > peaks[2] > peaks[4] >= peaks[8]
     assert peaks[4] < 0.6 * peaks[1]
-
-
-def test_a_llama_without_values_is_split_and_cut():
-    """On the meta device, as `revzoo fits` counts it: the inside of an MLP is a sixteenth, and that of attention the peak."""
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, vocab_size=64, use_cache=False
-    )
-    peaks = {}
-    for tiles in (1, 4, 16):
-        with torch.device("meta"):
-            model = transformers.LlamaForCausalLM(config).train()
-            batch = {"input_ids": torch.empty(1, 2048, dtype=torch.int64)}
-        with without_packing_masks(batch):
-            revzoo.reversible_(model, batch=batch, split=SPLIT, tiles=tiles, **ONE_BIT)
-            peaks[tiles] = revzoo.measure_memory(model, batch, loss=compute_usual_loss).activation_bytes
-    hidden = 4 * 2048 * 1024
-    assert peaks[1] - peaks[4] > 3 * hidden
-    assert peaks[16] < peaks[4]
 
 
 def test_blocks_that_mix_examples_are_refused():
