@@ -73,12 +73,10 @@ def describe_performance() -> Iterator[str]:
     yield from describe_modes(json.loads((RESULTS / "runtime.json").read_text()))
     yield ""
     yield from describe_lookahead(json.loads((RESULTS / "lookahead.json").read_text()))
-    yield ""
-    yield from describe_tiles(json.loads((RESULTS / "tiles.json").read_text()))
-    peers = RESULTS / "peers.json"
-    if peers.exists():
-        yield ""
-        yield from describe_peers(json.loads(peers.read_text()))
+    for name, describe in (("tiles", describe_tiles), ("peers", describe_peers)):
+        if (file := RESULTS / f"{name}.json").exists():
+            yield ""
+            yield from describe(json.loads(file.read_text()))
 
 
 def describe_modes(results: dict[str, Any]) -> Iterator[str]:
