@@ -19,6 +19,7 @@ from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.refill_hooks import Recoverer
 from revzoo.runtime.segment import InvertedSegment, SavedInputs
+from revzoo.runtime.tiles import MARK
 from revzoo.runtime.update import BijectionUpdate, Step, make_update
 from revzoo.sharded import is_sharded
 
@@ -55,14 +56,16 @@ def run_link(
     coupling = link.coupling.bind(pair)
     if grid is not None and coupling is not link.coupling and coupling.sign is None:
         raise InputError(f"{link.name} has coefficients for each example, which exact arithmetic cannot undo. Use exact=False.")
-    if link.tiles is not None:
+    if MARK in vars(link.f) and link.tiles is not None:  # most are not marked, which is seen without a call
         following = seams.run_tiles(link, coupling, pair, segment, forward, will_be_undone)
     else:
         update = make_update(coupling, grid, pair[0], will_be_undone)
         if link.mode.drops:
             call = record_step(link, forward, watched=not will_be_undone)
             recoverer = segment if segment is not None else SavedInputs(pair[1:], forward.round)
-        out = call_step(link, pair, forward.side, call, recoverer)
+        begin_call(link.f, pair[1:], pair)
+        out = call_once(link, pair, forward.side, call, recoverer)
+        end_call(link.f, out)
         following = update.advance(pair, out)
         if segment is not None:
             segment.append(update, call, pair)
@@ -94,12 +97,10 @@ def watch_range(grid: Any, pair: Pair, link: Step | Bijection) -> None:
     grid.watch(pair[1], f"after {link.name if isinstance(link, Step) else type(link).__name__}")
 
 
-def call_step(
-    step: Step, pair: Pair, side: Any, call: RecordedCall | None = None, recoverer: Recoverer | None = None
-) -> Tensor:
-    """Return f(w[k]), recorded by `call` if there is one, after checking that it fits the stream it is added to."""
+def call_step(step: Step, pair: Pair, side: Any) -> Tensor:
+    """Return f(w[k]), after checking that it fits the stream it is added to."""
     begin_call(step.f, pair[1:], pair)
-    out = call_once(step, pair, side, call, recoverer)
+    out = call_once(step, pair, side)
     end_call(step.f, out)
     return out
 
@@ -107,7 +108,7 @@ def call_step(
 def call_once(
     step: Step, pair: Pair, side: Any, call: RecordedCall | None = None, recoverer: Recoverer | None = None
 ) -> Tensor:
-    """Return f of the states, or of a tile of them, and do the same checks; no observer is told."""
+    """Return f of the states, or of a tile of them, recorded by `call` if there is one; no observer is told."""
     # Nothing is compiled where a call is recorded.
     unversioned = (call is None and torch.compiler.is_compiling()) or pair[1].is_inference()
     version = None if unversioned else pair[1]._version

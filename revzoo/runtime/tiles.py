@@ -15,7 +15,7 @@ from revzoo.errors import InputError
 from revzoo.runtime.nested import map_tensors
 
 M = TypeVar("M", bound=nn.Module)
-_KEY = "_revzoo_tiles"  # in the module's __dict__
+MARK = "_revzoo_tiles"  # in the module's __dict__
 
 
 class Tile(NamedTuple):
@@ -76,9 +76,9 @@ def tiled(f: M, tiles: int, dim: int = 1) -> M:
     check_tiles(tiles)
     if type(dim) is not int:
         raise InputError(f"dim is an integer. Received: {dim!r}.")
-    f.__dict__.pop(_KEY, None)
+    f.__dict__.pop(MARK, None)
     if tiles > 1:
-        f.__dict__[_KEY] = Tiles(tiles, dim)
+        f.__dict__[MARK] = Tiles(tiles, dim)
     return f
 
 
@@ -90,7 +90,7 @@ def check_tiles(tiles: Any) -> None:
 
 def find_tiles(f: Callable[..., Any]) -> Tiles | None:
     """Return into what f is cut as a step, None if it is run whole."""
-    return f.__dict__.get(_KEY) if isinstance(f, nn.Module) else None
+    return f.__dict__.get(MARK) if isinstance(f, nn.Module) else None
 
 
 def cut_side(side: Any, tile: Tile, x: Tensor) -> Any:
