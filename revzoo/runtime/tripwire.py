@@ -23,8 +23,9 @@ accelerator. A fingerprint is a few Python numbers on a CPU, at most 1/128 of th
 
 import math
 import warnings
+from collections.abc import Sequence
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -231,9 +232,9 @@ def _judge_together(comparisons: list[_Comparison]) -> None:
         numbers.append(torch.cat([c.expected.values != c.actual.values for c in bits]))
     if norms:
         expected, actual = ([getattr(c, which).values for c in norms] for which in ("expected", "actual"))
-        errors = torch._foreach_norm(torch._foreach_sub(actual, expected))
-        errors = tuple(e if c.scale is None else e / c.scale for c, e in zip(norms, errors, strict=True))
-        numbers.append(torch.stack([*errors, *torch._foreach_norm(expected)]).double())
+        errors = _take_norms(torch._foreach_sub(actual, expected))
+        errors = [e if c.scale is None else e / c.scale for c, e in zip(norms, errors, strict=True)]
+        numbers.append(torch.stack([*errors, *_take_norms(expected)]).double())
     found = iter(HostCopy(*numbers).read())
     if bits:
         differs = iter(next(found))
@@ -243,6 +244,19 @@ def _judge_together(comparisons: list[_Comparison]) -> None:
         sizes = next(found)
         for c, error, size in zip(norms, sizes, sizes[len(norms) :], strict=False):
             c.watch.judge(c, error, size)
+
+
+def _take_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norms of flat tensors, of all of one length together: `_foreach_norm` of PyTorch 2.15 copies from the host."""
+    alike: dict[Any, list[int]] = {}
+    for place, x in enumerate(tensors):
+        alike.setdefault((len(x), x.dtype), []).append(place)
+    norms = list(tensors)
+    for places in alike.values():
+        together = torch.linalg.vector_norm(torch.stack([tensors[place] for place in places]), dim=1)
+        for place, norm in zip(places, together.unbind(), strict=True):
+            norms[place] = norm
+    return norms
 
 
 def _describe(comparison: _Comparison, error: float, tolerance: float, has_grown: bool) -> RecoveryError:
