@@ -21,7 +21,17 @@ import torch
 import transformers
 from ordinary_networks import UNet
 from torch import nn
-from zoo_card import DTYPES, SHARES, SIZES, Changes, autocast, count_both_sizes, count_chunked, count_optimizers, fit_timeline
+from zoo_card import (
+    DTYPES,
+    SHARES,
+    SIZES,
+    Changes,
+    autocast,
+    count_both_sizes,
+    count_chunked_loss,
+    count_optimizers,
+    fit_timeline,
+)
 
 from revzoo.analysis.dry_run import compute_usual_loss
 from revzoo.errors import ConversionError
@@ -136,7 +146,7 @@ def count_row(network: Network) -> dict[str, Any]:
             counted = module, network.make_batch, compute_usual_loss
             if name.endswith(CHUNKED):
                 whole = methods[name.removesuffix(CHUNKED)]
-                methods |= {method["name"]: method for method in count_chunked(*counted, whole, network.dtypes)}
+                methods |= {method["name"]: method for method in count_chunked_loss(*counted, whole, network.dtypes)}
             else:
                 methods[name] = {"name": name, "modes": {}} | count_both_sizes(*counted, network.dtypes)
     planned = {key: count_plans(module, network, dtype) for key, dtype in network.dtypes.items()}

@@ -1,7 +1,7 @@
 """Steps cut into tiles against whole ones: memory, arithmetic, time.
 
-    python benchmarks/tiles.py --out tiles.json     about 5 minutes on 2 idle CPU cores
-    python benchmarks/tiles.py --quick              the same figures at small sizes, in seconds
+    python benchmarks/tiles.py --out tiles.json     on idle CPU cores
+    python benchmarks/tiles.py --quick              the same figures at small sizes, in about 2 minutes
 
 Chains are the transformer of runtime.py, its attention cut along examples and its MLP along tokens, and one of convolutions
 with GroupNorm, cut along examples. Bytes are counted, without weights and their gradients; of networks of Transformers on the

@@ -90,7 +90,7 @@ def _count_card(model: Model) -> dict[str, Any]:
         if has_head_of_tokens(network):
             with in_mode(model, Mode.INVERT), chunk_loss_of(network):
                 whole = next(method for method in methods if method["name"] == name)
-                methods += count_chunked(network, model.example_input, loss, whole)
+                methods += count_chunked_loss(network, model.example_input, loss, whole)
     return card
 
 
@@ -159,7 +159,7 @@ def count_both_sizes(
     return {"flops": next(iter(steps.values()))[0][1] // sizes[0]} | timelines
 
 
-def count_chunked(
+def count_chunked_loss(
     network: nn.Module, make_batch: Callable[[int], Any], loss: LossFunction, whole: Method, dtypes: Mapping[str, str] = DTYPES
 ) -> Iterator[Method]:
     """Yield a method with a loss in chunks, whose FLOPs are those of the whole loss; none if a chunk is dozens of texts."""

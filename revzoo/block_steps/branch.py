@@ -25,8 +25,6 @@ from torch import Tensor, nn
 from revzoo.block_steps.block_chain import Arguments, BlockChain, BlockOutput, BlockStep
 from revzoo.block_steps.conventions import find_state, get_state, put_state, replace_state
 from revzoo.errors import InputError
-from revzoo.runtime.independence import drops_examples
-from revzoo.runtime.inventory import take_inventory
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.ownership import ModuleReference
 
@@ -62,13 +60,8 @@ class BranchStep(BlockStep):
     def __init__(self, block: nn.Module, chain: BlockChain, index: int, branch: Branch, following: "BranchStep | None" = None):
         super().__init__(block, chain, index)
         self.branch = branch
+        self.acts_on = "tokens" if following is None else "examples"
         self.__dict__["following"] = following  # no submodule: f is one branch
-
-    @property
-    def acts_on(self) -> str:
-        """What it treats one by one, along which it may be cut into tiles."""
-        drops = any(map(drops_examples, take_inventory(self).modules))
-        return "examples" if self.following is not None or drops else "tokens"
 
     @property
     def silent_modules(self) -> list[nn.Module]:

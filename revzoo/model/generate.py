@@ -53,7 +53,7 @@ def require_language_model(network: Network) -> TextInput:
 def _read(network: Network, ids: Tensor, past: Past) -> Tensor:
     """Return the logits of the token after these, (B, vocabulary); the past has then grown by them."""
     pair = network.split(network.stem(ids, past.length))
-    steps = [Step(e.module, e.name, network.coupling, Mode.STORE) for e in network.layout() if e.kind == "step"]
+    steps = [Step(e.module, e.name, network.coupling, Mode.STORE, is_whole=True) for e in network.layout() if e.kind == "step"]
     x1, x2 = run_chain(steps, *pair, side=past, exact=network.exact)
     past.length += ids.shape[1]
     logits: Tensor = network.head(network.fuse(x1[:, -1:], x2[:, -1:]))

@@ -7,12 +7,12 @@ from typing import Literal, cast
 from torch import nn
 
 from revzoo.errors import ScheduleError, did_you_mean
+from revzoo.runtime.independence import drops_examples
+from revzoo.runtime.inventory import take_inventory
 from revzoo.runtime.lookahead import LookaheadOption, check_lookahead
 from revzoo.runtime.mode import MODES, Mode
 from revzoo.runtime.schedule import STAGE_INPUTS, Applicable, check_schedule
-from revzoo.runtime.tiles import check_tiles, find_tiles, tiled
-
-_DIMENSIONS = {"examples": 0, "tokens": 1}  # of a state, by what a step treats one by one
+from revzoo.runtime.tiles import MARK, Tiles, check_tiles, find_tiles, tiled
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ class Scheduled:
         """Into how many tiles every unit is cut; 1 is run whole (`revzoo.runtime.tiled`).
 
         Assign a list with one number for each unit, or one number for all steps; what is no step stays whole. A step is cut
-        along the dimension that it was given; else along tokens if its `acts_on` is "tokens", as an MLP's, else along examples.
+        along the dimension that it was given; else along tokens if its `acts_on` is "tokens", as an MLP's, and nothing in it
+        drops whole examples, else along examples.
 
         Raises:
             ScheduleError: a wrong number of numbers, or tiles of what is no step.
@@ -159,6 +160,13 @@ def set_tiles(layout: Sequence[LayoutEntry], tiles: int | Sequence[int]) -> None
         if count != 1 and unit.kind != "step":
             raise ScheduleError(f"Only steps are cut into tiles. Received: {count!r} for {unit.name}, a {unit.kind}.")
     for unit, count in zip(units, tiles, strict=True):
-        known = find_tiles(unit.module)
-        acts_on = getattr(unit.module, "acts_on", "examples")
-        tiled(unit.module, count, _DIMENSIONS[acts_on] if known is None else known.dim)
+        if count > 1 or find_tiles(unit.module) is not None:
+            tiled(unit.module, count, _find_dim(unit.module))
+
+
+def _find_dim(step: nn.Module) -> int:
+    """Return the dimension along which a step is cut: the one that it was given, or that of what it treats one by one."""
+    if (mark := vars(step).get(MARK)) is not None:
+        return cast(Tiles, mark).dim
+    acts_on_tokens = getattr(step, "acts_on", "examples") == "tokens"
+    return int(acts_on_tokens and not any(map(drops_examples, take_inventory(step).modules)))

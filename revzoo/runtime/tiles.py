@@ -59,7 +59,7 @@ class Tiles:
 
 
 def tiled(f: M, tiles: int, dim: int = 1) -> M:
-    """Return f, marked to be run tile by tile where it is a step of a chain; without tiles (1), unmarked.
+    """Return f, marked to be run tile by tile where it is a step of a chain; with one tile, whole.
 
     Its state dict, and what it returns when it is called by itself, stay as they are. The first forward of a chain tests it.
 
@@ -76,9 +76,7 @@ def tiled(f: M, tiles: int, dim: int = 1) -> M:
     check_tiles(tiles)
     if type(dim) is not int:
         raise InputError(f"dim is an integer. Received: {dim!r}.")
-    f.__dict__.pop(MARK, None)
-    if tiles > 1:
-        f.__dict__[MARK] = Tiles(tiles, dim)
+    f.__dict__[MARK] = Tiles(tiles, dim)
     return f
 
 
@@ -90,7 +88,8 @@ def check_tiles(tiles: Any) -> None:
 
 def find_tiles(f: Callable[..., Any]) -> Tiles | None:
     """Return into what f is cut as a step, None if it is run whole."""
-    return f.__dict__.get(MARK) if isinstance(f, nn.Module) else None
+    tiles: Tiles | None = f.__dict__.get(MARK) if isinstance(f, nn.Module) else None
+    return None if tiles is None or tiles.count == 1 else tiles
 
 
 def cut_side(side: Any, tile: Tile, x: Tensor) -> Any:

@@ -64,18 +64,21 @@ class Step:
 
     @property
     def tiles(self) -> Tiles | None:
-        """Into what it is cut; None if it is run whole, as in evaluation without gradients.
-
-        In training a checkpoint around the chain may run it first without and then with them: both must draw alike.
-        """
-        is_whole = self.is_whole or not (torch.is_grad_enabled() or getattr(self.f, "training", False))
-        return None if is_whole else find_tiles(self.f)
+        """Into what it is cut; None if it is run whole."""
+        return None if self.is_whole else find_tiles(self.f)
 
 
 def make_step(f: Callable[..., Tensor], name: str, coupling: Coupling, mode: Mode, training: bool) -> Step:
-    """Return a step of a network in training or evaluation: where the coupling is another one there, it is stored."""
+    """Return a step of a network in training or evaluation: where the coupling is another one there, it is stored.
+
+    In evaluation without gradients it is whole. In training a checkpoint around the chain may run it first without and then
+    with them, and both must draw alike.
+    """
     is_other = not training and coupling.in_evaluation is not coupling
-    return Step(f, name, coupling.in_evaluation, Mode.STORE) if is_other else Step(f, name, coupling, mode)
+    is_whole = not (training or torch.is_grad_enabled())
+    if is_other:
+        return Step(f, name, coupling.in_evaluation, Mode.STORE, is_whole)
+    return Step(f, name, coupling, mode, is_whole)
 
 
 class Update:

@@ -109,9 +109,9 @@ def test_a_loss_in_chunks_takes_what_its_lines_say(monkeypatch):
     model = revzoo.create("rev_gpt_mini", overrides=["input.length=16", "input.vocabulary=1000"], device="meta").train()
     whole = {"name": "invert", "modes": {}, "flops": 0}
     with in_mode(model, "invert"), chunk_loss_of(model):
-        assert list(card.count_chunked(model, model.example_input, compute_cross_entropy, whole)) == []
+        assert list(card.count_chunked_loss(model, model.example_input, compute_cross_entropy, whole)) == []
         monkeypatch.setattr(chunked_loss, "CHUNK_BYTES", 100 * 8 * 1000)  # 100 tokens
-        (lines,) = card.count_chunked(model, model.example_input, compute_cross_entropy, whole)
+        (lines,) = card.count_chunked_loss(model, model.example_input, compute_cross_entropy, whole)
         with isolated(model, model.example_input(50)) as inputs:
             counted = run_and_measure(model, inputs, loss=compute_cross_entropy).memory.peak_bytes
     assert peak(lines, "float32", 50) == counted

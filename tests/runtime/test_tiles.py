@@ -17,6 +17,7 @@ from revzoo.analysis.verify import verify
 from revzoo.errors import InputError, ScheduleError
 from revzoo.runtime import Coupling, LiveBytes, ReversibleChain, set_tripwire, tiled
 from revzoo.runtime.coupling import momentum
+from revzoo.runtime.tiles import find_tiles
 
 B, N, D = 3, 5, 6
 COUPLINGS = {
@@ -225,8 +226,10 @@ def test_marks_are_copied_and_leave_no_keys():
     for other in (copy.deepcopy(chain), pickle.loads(pickle.dumps(chain))):
         assert other.tiles == [3, 3]
         assert_equal(run(other, streams, "invert"), run(chain, streams, "store"))
-        tiled(other.steps[0], 1)
+        other.tiles = [1, 3]
         assert (other.tiles, chain.tiles) == ([1, 3], [3, 3])
+        other.tiles = 2
+        assert [find_tiles(step).dim for step in other.steps] == [find_tiles(step).dim for step in chain.steps]
     with pytest.raises(InputError, match=r"tiles is an integer from 1\. Received: 0"):
         chain.tiles = [4, 0]
     assert chain.tiles == [3, 3]

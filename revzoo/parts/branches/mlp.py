@@ -26,6 +26,7 @@ class MlpBranch(nn.Module):
     Source: Rev-ViT's G (SlowFast `reversible_mvit.py`, MLPSubblock); gated: Shazeer 2020, as in Llama.
     """
 
+    acts_on = "tokens"  # one by one, so that it may be cut along them into tiles
     takes_past = True  # which a network hands to steps that see no later tokens when it continues a text; without effect here
 
     def __init__(
@@ -48,11 +49,6 @@ class MlpBranch(nn.Module):
         self.ls = LayerScale(context.width) if layer_scale else nn.Identity()
         self.drop_path = DropPath(context.drop_path)
 
-    @property
-    def acts_on(self) -> str:
-        """What it treats one by one, along which it may be cut into tiles; whole examples are dropped."""
-        return "examples" if self.drop_path.drop_prob else "tokens"
-
     def forward(self, x: Tensor, mask: object = None) -> Tensor:
         out: Tensor = self.drop_path(self.ls(self.mlp(self.norm(x))))
         return out
@@ -72,6 +68,7 @@ class FeedForwardBranch(BertSubBlock):
     Source: Transformers' BertIntermediate and BertOutput, and RoBERTa's; post as G in MEFT (Liao et al. 2023).
     """
 
+    acts_on = "tokens"
     takes_past = True  # without effect, as above
 
     def __init__(
@@ -89,11 +86,6 @@ class FeedForwardBranch(BertSubBlock):
         super().__init__(context, "feed_forward", hidden, norm_position, eps, dropout)
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(context.width, hidden)})
         self.act = get_activation(act)()
-
-    @property
-    def acts_on(self) -> str:
-        """What it treats one by one, along which it may be cut into tiles; whole examples are dropped."""
-        return "examples" if self.drop_path.drop_prob else "tokens"
 
     def _inner(self, x: Tensor, mask: Tensor | None) -> Tensor:
         hidden: Tensor = self.act(self.intermediate["dense"](x))
