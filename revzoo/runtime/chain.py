@@ -39,7 +39,7 @@ from revzoo.runtime.lookahead import LookaheadOption, begin_lookahead
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives
-from revzoo.runtime.update import Step, StepUpdate, is_dense, make_step, make_update
+from revzoo.runtime.update import Step, StepUpdate, is_dense, make_step
 
 # What to do where states leave the grid, with couplings that keep bits and with others.
 _WITH_BITS = "take a coarser grid (the coupling's fraction_bits), or compute in floating point: m or beta instead of kept_bits"
@@ -217,7 +217,7 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
     for link in links:
         if isinstance(link, Step):
             forget_inventory(link.f)
-            pair = make_update(link.coupling.bind(pair), grid).advance(pair, call_step(link, pair, side))
+            pair = StepUpdate(link.coupling.bind(pair), grid).advance(pair, call_step(link, pair, side))
         else:
             pair = link(pair[0]), link(pair[1])
         if grid is not None:

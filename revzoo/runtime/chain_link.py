@@ -20,7 +20,7 @@ from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.refill_hooks import Recoverer
 from revzoo.runtime.segment import InvertedSegment, SavedInputs
 from revzoo.runtime.tiles import MARK
-from revzoo.runtime.update import BijectionUpdate, Step, make_update
+from revzoo.runtime.update import BijectionUpdate, Step, StepUpdate
 from revzoo.sharded import is_sharded
 
 
@@ -59,7 +59,7 @@ def run_link(
     if MARK in vars(link.f) and link.tiles is not None:  # most are not marked, which is seen without a call
         following = seams.run_tiles(link, coupling, pair, segment, forward, will_be_undone)
     else:
-        update = make_update(coupling, grid, pair[0], will_be_undone)
+        update = StepUpdate(coupling, grid, pair[0], will_be_undone)
         if link.mode.drops:
             call = record_step(link, forward, watched=not will_be_undone)
             recoverer = segment if segment is not None else SavedInputs(pair[1:], forward.round)

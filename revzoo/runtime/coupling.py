@@ -127,8 +127,7 @@ class RandomSign(Coupling):
         w[k+1] = ordinary(w[k]) + g (w[k-1] - w[k])        g is b or -b in training, and 0 in evaluation
 
     The sign is drawn in every forward, for each example and step: each place along dimension 0 of the states. It comes from
-    torch's generator of their device, in every mode alike, and is kept until backward. In exact arithmetic it is the sign of
-    both states: b (sign w[k-1]) - b (sign w[k]), so the bits that b loses of sign w[k-1] are kept.
+    torch's generator of their device, in every mode alike, and is kept until backward.
 
     Args:
         a: of the momentum with the sign 1.
@@ -155,11 +154,6 @@ class RandomSign(Coupling):
             return super().weights
         b = self.sign * self.b
         return b, self.ordinary.a - b, self.ordinary.c
-
-    @property
-    def momentum(self) -> Coupling:
-        """What is added to the ordinary step, of states that have the sign."""
-        return Coupling(-self.b, self.b, 1.0, self.kept_bits, self.fraction_bits)
 
     @property
     def on_grid(self) -> Coupling:

@@ -7,8 +7,9 @@ integer multiples of such numbers are exact. So with the chain's inputs on that 
     inverse                                 W[k-1] = sign(b) (W[k+1] - R) << s | kept
 
 are exact inverses of each other: R is the same number both times, and the s lowest bits of W[k-1], which the shift loses, are
-kept (none with s = 0). The gradient ignores the rounding: it is that of the recurrence (straight-through). No state holds -0.0,
-because w + x - x is 0.0 for w = -0.0, and an f may see the difference (atan2, copysign, 1 / w).
+kept (none with s = 0). With random signs, sign(b) and a are each example's own. The gradient ignores the rounding: it is that
+of the recurrence (straight-through). No state holds -0.0, because w + x - x is 0.0 for w = -0.0, and an f may see the
+difference (atan2, copysign, 1 / w).
 
 Source: the RevNet paper (Gomez et al. 2017, section 3.2) and Maclaurin et al. (2015) suggest fixed point for this, and the
 latter a buffer of lost bits; momentumnet (Sander et al. 2021) has one for any rational b. For a power of two,
@@ -28,7 +29,7 @@ from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime import seams
 from revzoo.runtime.bits import PackedBits, choose_dtype, pack, unpack
 from revzoo.runtime.compiling import FunctionCompiler
-from revzoo.runtime.coupling import Coupling
+from revzoo.runtime.coupling import Coupling, RandomSign
 from revzoo.runtime.nested import wraps_tensors
 from revzoo.sharded import is_sharded
 
@@ -39,7 +40,7 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 T = TypeVar("T")
 LostBits = PackedBits | Tensor | None
-Weights = Coupling | Sequence[float]
+Weights = RandomSign | Sequence[float]  # of a coupling with random signs, which are computed when they are needed
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -56,7 +57,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _read(weights: Weights) -> Sequence[float | Tensor]:
-    return weights.weights if isinstance(weights, Coupling) else weights
+    return weights.weights if isinstance(weights, RandomSign) else weights
 
 
 def scale_gradient(gradient: Tensor, weight: float | Tensor) -> Tensor | None:
@@ -70,8 +71,9 @@ def attach_graph(value: Tensor, weights: Weights, *inputs: Tensor) -> Tensor:
     """Return a value, differentiated as the sum of inputs times weights; those of a coupling may differ between examples."""
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return value
-    # Compiled autograd cannot add a gradient that is None.
-    inputs = tuple(x if isinstance(s, Tensor) or s else x.detach() for x, s in zip(inputs, _read(weights), strict=True))
+    if not isinstance(weights, RandomSign):
+        # Compiled autograd cannot add a gradient that is None.
+        inputs = tuple(x if s else x.detach() for x, s in zip(inputs, weights, strict=True))
     attached: Tensor = _StraightThrough.apply(value, weights, *inputs)
     return attached
 
@@ -86,14 +88,24 @@ def _round_terms(current: Tensor, out: Tensor, coupling: Coupling, scale: float,
     A product and a sum are one operation only where the product is exact: elsewhere a fused multiply-add may round differently
     when recomputed.
     """
-    out, a, c = out.to(current.dtype), coupling.a * scale, coupling.c * scale
+    a, c = _get_unsigned_weights(coupling)
+    out, a, c = out.to(current.dtype), a * scale, c * scale
     if a and _is_power_of_two(c):
         into = _reuse(torch.empty_like(out)) if into is None else into
-        return torch.mul(current, a, out=into).add_(out, alpha=c).round_()
-    total = torch.mul(out, c, out=into)
-    if a:
-        total.add_(current, alpha=a) if _is_power_of_two(a) else total.add_(current.mul(a))
+        total = torch.mul(current, a, out=into).add_(out, alpha=c)
+    else:
+        total = torch.mul(out, c, out=into)
+        if a:
+            total.add_(current, alpha=a) if _is_power_of_two(a) else total.add_(current.mul(a))
+    if coupling.sign is not None:
+        total.addcmul_(current, coupling.sign, value=-coupling.b * scale)
     return total.round_()
+
+
+def _get_unsigned_weights(coupling: Coupling) -> tuple[float, float]:
+    """Return a and c; of a coupling with random signs without the part of a that has the sign."""
+    coupling = coupling if coupling.sign is None else coupling.in_evaluation
+    return coupling.a, coupling.c
 
 
 def without_negative_zeros(x: Tensor) -> Tensor:
@@ -118,17 +130,18 @@ def _reuse(x: Tensor) -> Tensor | None:
 def _advance(
     previous: Tensor, current: Tensor, out: Tensor, coupling: Coupling, scale: float, limit: float, keeps_bits: bool
 ) -> tuple[Tensor, LostBits]:
-    b = coupling.b
+    b, sign = coupling.b, coupling.sign
     total = _round_terms(current, out, coupling, scale)
-    if b == 1:
+    if b == 1 and sign is None:
         return torch.add(previous, total, alpha=1 / scale, out=_reuse(total)), None
-    if b < 0:
+    if b < 0 or sign is not None:
         total = without_negative_zeros(total)  # -0.0 - 0.0 would be -0.0
-    if b == -1:
+    if b == -1 and sign is None:
         return total.mul_(1 / scale).sub_(previous), None
-    high = previous.mul(abs(b) * scale).floor_()
-    total.add_(high, alpha=1 if b > 0 else -1).mul_(1 / scale)
-    if not keeps_bits:
+    high, side = previous.mul(abs(b) * scale).floor_(), 1 if b > 0 else -1
+    total = total.add_(high, alpha=side) if sign is None else total.addcmul_(high, sign, value=side)
+    total.mul_(1 / scale)
+    if not (keeps_bits and coupling.kept_bits):
         return total, None
     low = torch.sub(previous, high, alpha=1 / (abs(b) * scale), out=_reuse(high))
     # Numbers from limit / 2 to limit have a spacing of 1 / scale: the bits are now the last ones of the significand.
@@ -143,15 +156,14 @@ def _invert(
     if into is not None and _reuse(into) is None:
         return into.copy_(_invert(following, current, out, kept, None, coupling, scale))
     total = _round_terms(current, out, coupling, scale, into)
-    b = coupling.b
-    if b == 1:
-        return torch.add(following, total, alpha=-1 / scale, out=_reuse(total))
-    if b == -1:
-        total = without_negative_zeros(total)
-    total.mul_(-1 / (b * scale)).add_(following, alpha=1 / b)
-    if coupling.kept_bits:
-        assert kept is not None, "the bits have been used already"
-        _get_values(total).add_(unpack(kept), alpha=1 / scale)
+    total, b, sign = torch.sub(following, total, alpha=1 / scale, out=_reuse(total)), coupling.b, coupling.sign
+    if b == 1 and sign is None:
+        return total
+    total.mul_(1 / b if sign is None else sign / b)
+    if not coupling.kept_bits:
+        return without_negative_zeros(total)
+    assert kept is not None, "the bits have been used already"
+    _get_values(total).add_(unpack(kept), alpha=1 / scale)
     return total
 
 
@@ -218,7 +230,7 @@ class Grid:
         terms = previous, current, out
         advance = self._compile_if_exact(_advance, coupling, *terms)
         following, bits = advance(*(x.detach() for x in terms), coupling, self.scale, self.limit, keeps_bits)
-        return attach_graph(following, coupling.weights, *terms), bits
+        return attach_graph(following, coupling if isinstance(coupling, RandomSign) else coupling.weights, *terms), bits
 
     def invert(
         self,
@@ -267,7 +279,7 @@ class Grid:
         """
         if self._compile is None or not all(type(x) is Tensor for x in terms):
             return function
-        a, c = coupling.a, coupling.c
+        a, c = _get_unsigned_weights(coupling)
         is_exact = a == 0 or (_is_power_of_two(a) and _is_power_of_two(c))
         return self._compile(function) if is_exact or all(x.is_cpu for x in terms) else function
 

@@ -28,7 +28,7 @@ from revzoo.runtime.ownership import is_held_alone
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.segment import InvertedSegment, SavedInputs
 from revzoo.runtime.tiles import Tile, Tiles, cut_side
-from revzoo.runtime.update import States, Step, StepUpdate, Strides, Update, get_strides, make_update, restore_strides
+from revzoo.runtime.update import States, Step, StepUpdate, Strides, Update, get_strides, restore_strides
 from revzoo.sharded import is_sharded
 
 
@@ -161,7 +161,7 @@ def run_tiles(
         current, x = _Cut.apply(current, tile, total)
         older, of_tile = tile.of(previous.detach()), _cut_coupling(coupling, tile)
         updates = [
-            (piece, make_update(_cut_coupling(of_tile, piece), forward.grid, piece.of(older), will_be_undone))
+            (piece, StepUpdate(_cut_coupling(of_tile, piece), forward.grid, piece.of(older), will_be_undone))
             for piece in _cut_further(older, x, -(-cast(Tiles, step.tiles).count // len(tiles)), tile.dim)
         ]
         update = TileUpdate(tile, updates, tile is tiles[-1], strides, will_be_undone)

@@ -5,7 +5,7 @@ Kernels choose the order of their sums by strides, so rebuilt states have those 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from torch import Tensor
 from revzoo.bijection import Bijection
 from revzoo.dtype import match_dtype
 from revzoo.invertible import add, subtract
-from revzoo.runtime.coupling import Coupling, Pair, RandomSign
-from revzoo.runtime.exact import attach_graph, without_negative_zeros
+from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import wraps_tensors
 from revzoo.runtime.ownership import is_held_alone
@@ -132,8 +131,9 @@ class StepUpdate(Update):
 
     @property
     def lost_bits(self) -> Sequence[Tensor]:
-        bits = self._lost_bits
-        return () if bits is None else (bits,) if isinstance(bits, Tensor) else bits.fields
+        bits, sign = self._lost_bits, self._coupling.sign
+        fields = () if bits is None else (bits,) if isinstance(bits, Tensor) else bits.fields
+        return fields if sign is None else (*fields, sign)
 
     def advance(self, pair: Pair, out: Tensor) -> Pair:
         if self._grid is None:
@@ -154,37 +154,6 @@ class StepUpdate(Update):
             bits, self._lost_bits = self._lost_bits, None
             rebuilt = self._grid.invert(self._coupling, following, current, out, bits, into)
         return restore_strides(rebuilt, strides), current
-
-
-class SignedUpdate(StepUpdate):
-    """A step on the grid whose momentum has a sign for each example: a fixed one of states that are multiplied by it."""
-
-    def __init__(self, coupling: RandomSign, grid: Any, previous: Tensor | None = None, will_be_undone: bool = False):
-        super().__init__(coupling.momentum, grid, previous, will_be_undone)
-        self._signed, self._ordinary, self._sign = coupling, coupling.ordinary, cast(Tensor, coupling.sign)
-
-    @property
-    def lost_bits(self) -> Sequence[Tensor]:
-        return *super().lost_bits, self._sign
-
-    def advance(self, pair: Pair, out: Tensor) -> Pair:
-        with torch.no_grad():
-            total = self._ordinary.advance(*pair, match_dtype(out, pair[0]))
-            _, following = super().advance((pair[0] * self._sign, pair[1] * self._sign), total)
-        return pair[1], attach_graph(following, self._signed, *pair, out)
-
-    def invert(self, pair: Pair, out: Tensor) -> Pair:
-        current, following = pair
-        out = self._ordinary.advance(following, current, match_dtype(out, following))  # its b is 0
-        previous, _ = super().invert((current * self._sign, following), out)
-        return without_negative_zeros(previous.mul_(self._sign)), current
-
-
-def make_update(coupling: Coupling, grid: Any, previous: Tensor | None = None, will_be_undone: bool = False) -> StepUpdate:
-    """Return the update of a step; `coupling` is what `bind` returned."""
-    if isinstance(coupling, RandomSign):
-        return SignedUpdate(coupling, grid, previous, will_be_undone)
-    return StepUpdate(coupling, grid, previous, will_be_undone)
 
 
 class BijectionUpdate(Update):

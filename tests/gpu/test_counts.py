@@ -80,7 +80,7 @@ KERNELS = {  # of PyTorch 2.14, in float32, and under autocast, which casts the 
     "invert ahead": (6, 10),
     "invert exact": (12, 18),
     "invert kept": (26, 32),
-    "invert kept signs": (55, 59),
+    "invert kept signs": (50, 56),
 }
 
 
