@@ -145,7 +145,7 @@ def _advance(
         return total, None
     low = torch.sub(previous, high, alpha=1 / (abs(b) * scale), out=_reuse(high))
     # Numbers from limit / 2 to limit have a spacing of 1 / scale: the bits are now the last ones of the significand.
-    count = cast(int, coupling.kept_bits)
+    count = coupling.kept_bits
     bits = _get_values(low.add_(limit / 2)).view(_INTEGERS[low.dtype]).to(choose_dtype(count))
     return total, pack(bits, count)
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def prepare_torch() -> None:
 
 if __name__ == "__main__":
     try:
-        built = build(SOURCE.parent / "build")
+        built = build(SOURCE.parent / "build" / version("torch"))  # which functions are needed differs
     except Unavailable as reason:
         sys.exit(f"The CUDA stub cannot be built: {reason}.")
     os.execvpe(sys.executable, [sys.executable, *sys.argv[1:]], make_environment(built))
