@@ -131,15 +131,23 @@ def describe_tiles(results: dict[str, Any]) -> Iterator[str]:
     yield "|---|---|---:|---:|---:|---:|---:|"
     for what, net in dict.fromkeys((figure["what"], figure["net"]) for figure in results["figures"]):
         values = {method: find(results, what, net, method) for method in methods}
+        depths: dict[str, list[int]] = {}
         for depth in values["whole"]:
-            cells = (f"{values[method][depth]:.4g}" if values[method] else "" for method in methods)
-            yield f"| {net}, {depth} blocks | {what} | {' | '.join(cells)} |"
+            cells = " | ".join(format_value(values[method][depth]) if values[method] else "" for method in methods)
+            depths.setdefault(cells, []).append(depth)
+        for cells, (first, *more) in depths.items():
+            yield f"| {net}, {f'{first} to {more[-1]}' if more else first} blocks | {what} | {cells} |"
     yield ""
     yield from wrap(
         f"Bytes and FLOPs are counted; times are medians of ratios, on {describe_machine(results)}. Convolutions and "
         "attention are cut along examples, MLPs along tokens. The partial sums of a step's parameter gradients are among the "
         "bytes: 1.5 streams of the transformer. All figures: `benchmarks/results/cpu/tiles.json`."
     )
+
+
+def format_value(value: float) -> str:
+    """Return four digits, or all of those before the point."""
+    return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
 
 
 def describe_peers(results: dict[str, Any]) -> Iterator[str]:

@@ -48,7 +48,7 @@ def compute_bytes(T: int, llama: Llama) -> dict[str, int]:
     loss = norm + 12 * T * V  # the softmax, its gradient, and that of the logits, in float32
     rotary, positions = 2 * 2 * T * d // H, 8 * T
     pair = gradients = 2 * 4 * T * d
-    inversion = (3 * 4 + 2) * T * d  # of the last block: three float32 terms of its sum, and what it has returned
+    inversion = (2 * 4 + 2) * T * d  # of the last block: what it has returned, also in float32, and the sum
     return {
         "stored": rotary + L * block + loss,
         "checkpointed": rotary + positions + L * 2 * T * d + loss,
