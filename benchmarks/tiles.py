@@ -103,8 +103,9 @@ def language_models(quick: bool) -> Iterator[Figure]:
     yield from _count("small Llama, 2 x 256", lambda: LlamaForCausalLM(small), torch.bfloat16, (2, 256), _BIT, _SPLIT, None)
     if not quick:
         large = _make_llama_config(32, 4096, 14336, 128256, 32, 8)
-        name = "Llama-3.1-8B, 1 x 32768"
-        yield from _count(name, lambda: LlamaForCausalLM(large), torch.bfloat16, (1, 2**15), _BIT, _SPLIT, 4.5 * 2**10)
+        name = "Llama-3.1-8B, head frozen, 1 x 32768"
+        make, most = lambda: _freeze_head(LlamaForCausalLM(large)), 4.5 * 2**10
+        yield from _count(name, make, torch.bfloat16, (1, 2**15), _BIT, _SPLIT, most)
 
 
 def _make_llama_config(blocks: int, width: int, hidden: int, words: int, heads: int, keys: int) -> LlamaConfig:
@@ -117,6 +118,11 @@ def _make_llama_config(blocks: int, width: int, hidden: int, words: int, heads: 
         num_key_value_heads=keys,
         use_cache=False,
     )
+
+
+def _freeze_head(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    model.lm_head.requires_grad_(False)
+    return model
 
 
 def _count(

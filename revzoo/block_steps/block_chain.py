@@ -34,6 +34,7 @@ from revzoo.block_steps.conventions import (
     put_state,
     replace_state,
 )
+from revzoo.block_steps.norm_pieces import norms_in_pieces
 from revzoo.block_steps.state_grid import StateGrid, warn_of_lost_rows
 from revzoo.device import can_read_now
 from revzoo.dtype import HALF
@@ -307,7 +308,8 @@ class BlockStep(nn.Module):
             self.chain.checkpoints.pass_by(self.block)
         returned = arguments.returned
         positional, keywords = put_state(state.to(arguments.dtype), arguments.key, arguments.positional, arguments.keywords)
-        value = self.call_block(*positional, **keywords)
+        with norms_in_pieces(self, state):
+            value = self.call_block(*positional, **keywords)
         place = find_place(value, state) if self.place is None else self.place
         out = get_state(value, place)
         if not isinstance(out, Tensor):

@@ -1,11 +1,17 @@
 """`reversible_` with tiles: gradients of storing, an inside that is cut, and blocks that cannot be cut."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import revzoo
+from revzoo.analysis.dry_run import compute_usual_loss
+from revzoo.block_steps import block_chain
 from revzoo.errors import InputError
+from revzoo.in_place.ways import without_packing_masks
 from tests.in_place.networks import IDS, NETWORKS, SPLIT, TEXT, Tanh, Toy, X, assert_equal, count_bytes, llama, train_step
 
 SPLITTABLE = ("llama", "gpt2", "vit")
@@ -106,3 +112,40 @@ def test_blocks_that_return_more_than_their_state_are_refused():
     revzoo.reversible_(model, tiles=2)
     with pytest.raises(InputError, match="may return nothing but its state"):
         model(X)
+
+
+@pytest.mark.parametrize("trained", ["all", "weights of norms", "all but those"])
+def test_the_norms_of_one_text_are_run_in_pieces(trained, monkeypatch):
+    lengths, forward = list[int](), LlamaRMSNorm.forward
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda norm, x: lengths.append(x.shape[1]) or forward(norm, x))
+    ids, gradients = torch.arange(64)[None] % 8, []
+    for tiles in (1, 8):
+        torch.manual_seed(0)
+        model = llama(3)
+        for name, p in model.named_parameters():
+            p.requires_grad = trained == "all" or ("norm" in name) == (trained == "weights of norms")
+        revzoo.reversible_(model, batch={"input_ids": ids}, split=SPLIT, tiles=tiles, **ONE_BIT)
+        lengths.clear()
+        gradients.append(train_step(model, {"input_ids": ids, "labels": ids})[0])
+    assert set(lengths) == {8, 64}
+    assert lengths.count(64) == 1  # the last norm's
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, whole in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], whole, rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
+
+
+def test_of_the_norms_of_one_text_one_piece_is_alive(monkeypatch):
+    length, width = 2048, 256
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=width, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, use_cache=False
+    )
+    peaks = []
+    for _ in range(2):
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+            batch = {"input_ids": torch.empty(1, length, dtype=torch.int64)}
+        with without_packing_masks(batch):
+            revzoo.reversible_(model, batch=batch, split=SPLIT, tiles=16, **ONE_BIT)
+            peaks.append(revzoo.measure_memory(model, batch, loss=compute_usual_loss).activation_bytes)
+        monkeypatch.setattr(block_chain, "norms_in_pieces", lambda *_: nullcontext())
+    assert peaks[1] - peaks[0] > length * width * 4
