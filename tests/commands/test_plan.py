@@ -193,6 +193,8 @@ def test_a_plan_for_many_ranks_says_what_one_holds_and_sends(file, run, tmp_path
         (("--shard", "full"), "add --ranks N"),
         (("--ranks", 2, "--device", "cpu"), "--device: for plans of one process"),
         (("--ranks", 2, "--lookahead", "1"), "--lookahead: for plans of one process"),
+        (("--ranks", 2, "--tiles", "auto"), "--tiles: for plans of one process"),
+        (("--batch", "auto:2-4", "--tiles", "auto"), "--tiles: for one batch size"),
         (("--ranks", 2, "--batch", "auto:2-4"), "a range of batch sizes"),
         (("--ranks", 2, "--budget", "60%"), "--budget 60%"),
     ],
