@@ -114,7 +114,7 @@ def _compute_digest(model: nn.Module) -> str:
     lists = [(path, chain.names, chain.coupling) for path, chain in find_block_chains(model).items()]
     units = [unit for chain in find_chains(model).values() for unit in chain.layout() if unit.kind == "step"]
     dims = [find_dim(unit.module) for unit in units]  # along which tiles would be cut
-    return hashlib.sha256(repr((*facts, *lists, dims)).encode()).hexdigest()
+    return hashlib.sha256(repr((*facts, *lists, *dims)).encode()).hexdigest()
 
 
 def _format_value(value: object) -> str:

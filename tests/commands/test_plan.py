@@ -103,6 +103,12 @@ def test_with_look_ahead(file, run):
     assert "This plan looks ahead; the other schedules do not." in " ".join(printed.split())
 
 
+def test_with_tiles(file, run, profile_of):
+    budget = revzoo.solve(profile_of("rev_vit_digits"), "8GiB").min_peak_bytes - 1
+    printed = " ".join(run("plan", file("rev_vit_digits"), *PLANNED, "--budget", budget, "--tiles", "auto").split())
+    assert re.search(r", on meta, \d+ steps? in \d+ tiles Peak ", printed)
+
+
 def test_on_a_device_seconds_are_measured(file, short, tmp_path, run):
     """And the batch is looked for; the plan of the best one holds when it is run."""
     path, out, picture = file("rev_vit_digits"), tmp_path / "plan.json", tmp_path / "plan.png"

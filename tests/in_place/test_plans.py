@@ -89,7 +89,8 @@ def test_tiles_are_planned_with_modes_applied_and_released(monkeypatch):
     monkeypatch.setattr(planner, "_time_step", lambda model, batch, plan, loss: plan)
     model, ids, settings = llama(2), IDS.repeat(2, 8), {"loss": lambda outputs: outputs.loss}
     batch = {"input_ids": ids, "labels": ids}
-    [chain] = revzoo.reversible_(model, split=SPLIT).chains
+    [chain] = revzoo.reversible_(model, batch=batch, split=SPLIT).chains
+    monkeypatch.setattr(planner, "choose_tiles", lambda model, batch, loss: setattr(chain, "tiles", 2))
     least = revzoo.plan(model, batch, "1TiB", **settings).min_peak_bytes
     plan = revzoo.plan(model, batch, least - 1, tiles="auto", **settings)
     assert chain.tiles == [1] * 4
