@@ -24,6 +24,7 @@ from revzoo.planning.profiling.timing import measure_step_seconds, measure_works
 from revzoo.planning.setting import Setting
 from revzoo.planning.solvers import Solver
 from revzoo.planning.solvers.knapsack import solve_knapsack
+from revzoo.planning.solvers.problem import Problem
 from revzoo.planning.solvers.schedule_totals import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import find_schedule, minimize_peak
 from revzoo.runtime.layout import get_tiles, set_tiles
@@ -31,6 +32,7 @@ from revzoo.runtime.lookahead import LookaheadOption, check_lookahead
 from revzoo.runtime.mode import Mode
 
 _PLENTY = 2**60  # a budget for which everything is stored
+_TILES_HELP = " Where that is a step, tiles may lower the peak: tiles='auto'."
 
 
 def profile_and_plan(
@@ -80,7 +82,7 @@ def profile_and_plan(
             raise
         if least.peak_bytes > limit:
             hint = " Or plan with lookahead=0." * lookahead
-            message = _explain_shortage(measured, limit, least.peak_bytes, least.schedule, solver)
+            message = _explain_shortage(measured.problem, limit, least.peak_bytes, least.schedule, solver)
             raise BudgetError(message + hint) from error
         planned = least
     smallest = planned.min_peak_bytes if least is None else least.peak_bytes
@@ -116,7 +118,7 @@ def _plan_with_tiles(
                 if max(read_tiles(model)) == 1:
                     break
     if not made:
-        raise refusals[-1]  # tiles need less
+        raise BudgetError(str(refusals[-1]).removesuffix(_TILES_HELP)) from refusals[-1]  # with tiles, if any were chosen
     cost_of = attrgetter("seconds" if all(planned.seconds is not None for _, planned in made) else "extra_flops")
     measured, planned = min(made, key=lambda each: cost_of(each[1]))
     return measured, replace(planned, min_peak_bytes=min(each.min_peak_bytes for _, each in made))
@@ -216,7 +218,7 @@ def solve(
         raise UnknownNameError("solver", solver, get_args(Solver))
     min_peak, min_peak_modes = minimize_peak(problem)
     if modes is None:
-        raise BudgetError(_explain_shortage(profile, limit, min_peak, min_peak_modes, solver))
+        raise BudgetError(_explain_shortage(problem, limit, min_peak, min_peak_modes, solver))
     if modes == problem.all_stored:
         notes.append(f"Everything is stored: the budget is above the {format_bytes(stored_peak)} that this takes.")
     planned_peak = peak(problem, modes)
@@ -298,16 +300,15 @@ def _longest_inverted_run(modes: Sequence[Mode]) -> int:
     return max((len(list(run)) for mode, run in groupby(modes) if mode.inverts), default=0)
 
 
-def _explain_shortage(profile: Profile, limit: int, min_peak: int, min_peak_modes: Sequence[str], solver: Solver) -> str:
+def _explain_shortage(problem: Problem, limit: int, min_peak: int, min_peak_modes: Sequence[str], solver: Solver) -> str:
     """Return the message for a budget that no schedule fits: what is missing, and what would help."""
     if solver == "knapsack":
         return f"The knapsack has no schedule within {format_bytes(limit)}. Try solver='timeline', or a larger budget."
-    problem = profile.problem
     worst = max(list_phase_peaks(problem, min_peak_modes), key=lambda phase: phase.bytes)
     where = "at the loss" if worst.phase == "loss" else f"in the {worst.phase} of {worst.name}"
     remedy = "Try a smaller batch, autocast, or an optimizer of less state."
-    if worst.phase == "backward" and {*profile.setting.tiles} == {1}:
-        remedy += " Where that is a step, tiles lower the peak: tiles='auto'."
+    if worst.phase == "backward":
+        remedy += _TILES_HELP
     if min_peak == problem.update_peak:
         where, remedy = "at the optimizer's update", "Try foreach=False, or an optimizer of less state."
     return (

@@ -11,6 +11,7 @@ from timm.optim import create_optimizer_v2
 
 import revzoo
 import revzoo.planning.batch  # imports `profile`: now, and not while it is replaced
+from revzoo.errors import InputError
 from revzoo.planning.plan import Plan
 
 BATCH = 4
@@ -103,10 +104,12 @@ def test_with_look_ahead(file, run):
     assert "This plan looks ahead; the other schedules do not." in " ".join(printed.split())
 
 
-def test_with_tiles(file, run, profile_of):
-    budget = revzoo.solve(profile_of("rev_vit_digits"), "8GiB").min_peak_bytes - 1
-    printed = " ".join(run("plan", file("rev_vit_digits"), *PLANNED, "--budget", budget, "--tiles", "auto").split())
-    assert re.search(r", on meta, \d+ steps? in \d+ tiles Peak ", printed)
+def test_tiles_are_chosen_where_not_everything_can_be_stored(file, refused, monkeypatch):
+    def choose_tiles(model, batch, loss):
+        raise InputError("Tiles are asked for.")
+
+    monkeypatch.setattr("revzoo.planning.planner.choose_tiles", choose_tiles)
+    assert "Tiles are asked for." in refused("plan", file("rev_vit_digits"), *PLANNED, "--budget", "1500KiB", "--tiles", "auto")
 
 
 def test_on_a_device_seconds_are_measured(file, short, tmp_path, run):
