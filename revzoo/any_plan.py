@@ -1,7 +1,7 @@
 """`revzoo.plan`: a schedule for a model of the zoo or a chain, a plan of its graph for any other module."""
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     lookahead: LookaheadOption = 0,
+    tiles: Literal["auto"] | None = None,
     accumulate: bool = False,
     profile: bool = False,
 ) -> Plan | ModulePlan:
@@ -43,27 +44,32 @@ def plan(
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         lookahead: how many steps are recovered ahead of backward, 0 or 1. With 1 the plan is the fastest one without it that
             leaves enough of the budget for it. 0 for networks that `reversible_` changed and for any other module.
+        tiles: "auto": the faster of two plans is returned, that of whole steps and that of steps in tiles, as many as
+            `revzoo.choose_tiles` finds where least is kept; what is stored stays whole, where that fits. None: the model's. The
+            plan sets them. "auto" goes with solver="timeline" and lookahead=0, not with any other module.
         accumulate: whether steps begin with the gradients of earlier batches, as they do with gradient accumulation. Not for
             any other module.
         profile: for any other module: run its calls a few times on its device, and choose by their times instead of FLOPs and
             moved bytes. Models of the zoo and chains are always timed where they can be run.
     Raises:
-        InputError: a model, batch, optimizer, budget or lookahead that cannot be used.
+        InputError: a model, batch, optimizer, budget, lookahead or tiles that cannot be used.
         BudgetError: no schedule fits; names the smallest budget that would.
         RecoveryError: a step does not return the same output when it runs again.
     """
     require_module(model)
     if isinstance(model, PlannableModel) or find_block_chains(model):
         with accumulated_gradients(model) if accumulate else nullcontext():
-            return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead)[1]
+            return profile_and_plan(
+                model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead, tiles=tiles
+            )[1]
     if accumulate:
         raise InputError(
             f"Accumulated gradients are counted for models of the zoo and chains. Received: {type(model).__name__}. Plan "
             "without accumulate, with a budget that is smaller by the bytes of its gradients."
         )
-    if solver != "timeline" or lookahead != 0:
+    if solver != "timeline" or lookahead != 0 or tiles is not None:
         raise InputError(
-            f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline' and "
-            f"lookahead=0. Received: solver={solver!r}, lookahead={lookahead!r}."
+            f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline', lookahead=0 and "
+            f"tiles=None. Received: solver={solver!r}, lookahead={lookahead!r}, tiles={tiles!r}."
         )
     return plan_module(model, batch, budget, optimizer=optimizer, loss=loss, profile=profile)[0]

@@ -1,6 +1,6 @@
 """The chains in a model: all of it that has a schedule."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -56,10 +56,25 @@ def find_steps(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mode]]:
                 yield f"{prefix}{unit.name}", unit.module, mode
 
 
+def read_tiles(model: nn.Module) -> tuple[int, ...]:
+    """Return into how many tiles every unit of the chains in the model is cut."""
+    return tuple(count for chain in find_chains(model).values() for count in chain.tiles)
+
+
+def assign_tiles(model: nn.Module, tiles: Sequence[int]) -> None:
+    """Cut the units of the chains in the model into as many tiles as `read_tiles` has returned; who has them keeps them."""
+    numbers = iter(tiles)
+    for chain in find_chains(model).values():
+        before = chain.tiles
+        if (own := [next(numbers) for _ in before]) != before:
+            chain.tiles = own
+
+
 @contextmanager
 def preserve_schedules(model: nn.Module) -> Iterator[Callable[[Mode], None]]:
-    """Yield a function that gives every step in the model one mode; restore schedules and look-ahead at the end."""
+    """Yield a function that gives every step in the model one mode; restore schedules, look-ahead and tiles at the end."""
     schedules = {chain: (chain.schedule, chain.lookahead) for chain in find_chains(model).values()}
+    tiles = read_tiles(model)
 
     def assign(mode: Mode) -> None:
         for chain in schedules:
@@ -72,3 +87,4 @@ def preserve_schedules(model: nn.Module) -> Iterator[Callable[[Mode], None]]:
             chain.schedule = schedule
             if not isinstance(chain, BlockChain) and chain.lookahead != lookahead:
                 chain.lookahead = lookahead
+        assign_tiles(model, tiles)

@@ -96,7 +96,7 @@ class BlockChain:
         self.blocks = blocks
         self.coupling = coupling
         self.schedule = "invert"
-        self._schedule_before_plan: list[Mode] | None = None
+        self._before_plan: tuple[list[Mode], list[int]] | None = None
         self.keep = keep
         self.states, self._smallest_row = grid.states, grid.smallest_row
         self._beginnings = 0
@@ -158,13 +158,14 @@ class BlockChain:
             self._smallest_row = warn_of_lost_rows(state, scale, self._smallest_row, name)
 
     def begin_plan(self) -> None:
-        """Remember the schedule, since a plan brings another one. If a plan replaces a plan, the first schedule counts."""
-        self._schedule_before_plan = self._schedule_before_plan or self.schedule
+        """Remember schedule and tiles, since a plan brings others. If a plan replaces a plan, the first ones count."""
+        self._before_plan = self._before_plan or (self.schedule, self.tiles)
 
     def end_plan(self) -> None:
-        """Go back to the schedule from before the plan, if there was a plan."""
-        self.schedule = self._schedule_before_plan or self.schedule
-        self._schedule_before_plan = None
+        """Go back to the schedule and tiles from before the plan, if there was a plan."""
+        if self._before_plan is not None:
+            self.schedule, self.tiles = self._before_plan
+        self._before_plan = None
 
     def layout(self) -> list[LayoutEntry]:
         """Return the steps in order, by their names within the list."""

@@ -32,7 +32,7 @@ SUMMARY = "Find the fastest mix of modes that fits a memory budget."
 
 OTHER_NAMES = "timm:NAME, hf:OWNER/NAME, a folder with the config.json of a Transformers model, or package.module:function"
 _OF_RANKS = ("--shard", "--nodes")
-_OF_RUNNING = ("--device", "--lookahead")
+_OF_RUNNING = ("--device", "--lookahead", "--tiles")
 _OF_THE_ZOO = (*_OF_RUNNING, "--dtype", "--meta", "--loss", "--accumulate", "--ranks", *_OF_RANKS)
 
 
@@ -61,6 +61,9 @@ def declare(parser: Parser) -> None:
         type=int,
         choices=(0, 1),
         help="steps recovered ahead of backward (default: 0)",
+    )
+    parser.add_argument(
+        "--tiles", choices=("auto",), help="cut steps into tiles where that is faster, or fits alone (default: whole steps)"
     )
     parser.add_argument(
         "--loss",
@@ -168,12 +171,13 @@ def _plan_of_the_zoo(arguments: argparse.Namespace) -> "Plan":
     settings["lookahead"] = arguments.lookahead or 0
     with accumulated_gradients(model) if arguments.accumulate else nullcontext():
         if has_range:
+            _refuse(arguments, "one batch size", "--tiles")
             return _plan_batches(arguments, model, settings)
         from revzoo.planning.planner import profile_and_plan
 
         with show_status("planning"):
             batch = create_batch(model, arguments.batch)
-            profile, plan = profile_and_plan(model, batch, arguments.budget, **settings)
+            profile, plan = profile_and_plan(model, batch, arguments.budget, tiles=arguments.tiles, **settings)
         return _show(arguments, model, profile, plan)
 
 

@@ -51,16 +51,11 @@ def list_ways(model: nn.Module, batch: Any) -> dict[str, Way]:
 @contextmanager
 def in_mode(model: nn.Module, mode: Mode, tiles: int = 1) -> Iterator[None]:
     """Give every step of a network of the zoo this mode, and cut it into tiles."""
-    network = cast(PlannableModel, model)
-    before = network.tiles
     with preserve_schedules(model) as assign:
         assign(mode)
         if tiles > 1:
-            network.tiles = tiles
-        try:
-            yield
-        finally:
-            network.tiles = before
+            cast(PlannableModel, model).tiles = tiles
+        yield
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from revzoo.analysis.chains import find_block_chains
+from revzoo.analysis.chains import assign_tiles, find_block_chains
 from revzoo.errors import PlanError
 from revzoo.format import format_bytes, format_seconds, format_spread
 from revzoo.planning.profiling.hooks import assign_schedule, list_units
@@ -21,7 +21,7 @@ from revzoo.runtime.schedule import check_schedule
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule for one model, batch and device, and the memory and time of a training step with it.
+    """A schedule and tiles for one model, batch and device, and the memory and time of a training step with them.
 
     `model.schedule = plan` and `plan.apply(model)` are the same, for models that have a schedule.
 
@@ -39,7 +39,7 @@ class Plan:
         no_recompute_peak_bytes: peak of storing everything.
         phase_peaks: the peak within each unit's forward, the loss, and each unit's backward, in order.
         solver: "timeline" or "knapsack".
-        setting: model, batch, dtype and device that the plan holds for.
+        setting: model, batch, dtype and device that the plan holds for, and the tiles that it needs.
         max_invert_run: limit for the number of consecutive inverted steps; None is any number.
         notes: remarks for the reader.
         lookahead: how many steps are recovered ahead of backward.
@@ -62,7 +62,7 @@ class Plan:
     spread: float | None = None
 
     def apply(self, model: nn.Module, batch: Any = None) -> None:
-        """Give the model this schedule and look-ahead. `revzoo.release` undoes it in a network that `reversible_` changed.
+        """Give the model this schedule, look-ahead and tiles. `revzoo.release` undoes it in one that `reversible_` changed.
 
         Args:
             model: the one planned for, or an equal one.
@@ -70,11 +70,12 @@ class Plan:
         Raises:
             PlanError: model, dtype, device, training mode or batch differ from those planned for; names what differs.
         """
-        self.setting.require_same(read_setting(model, batch))
+        self.setting.require_same(replace(read_setting(model, batch), tiles=self.setting.tiles))
         if self.units != tuple(entry.name for entry in list_units(model)):
             raise PlanError("This plan has other units than the model. Make a new one with revzoo.plan(model, batch, budget).")
         for chain in find_block_chains(model).values():
             chain.begin_plan()
+        assign_tiles(model, self.setting.tiles)
         assign_schedule(model, self.schedule, self.lookahead)
 
     def save(self, path: str | Path) -> None:
@@ -94,7 +95,8 @@ class Plan:
                 raise ValueError("its fields are those of another version of revzoo")
             fields |= {key: tuple(fields[key]) for key in ("units", "schedule", "notes")}
             fields["phase_peaks"] = tuple(PhasePeak(**phase) for phase in fields["phase_peaks"])
-            fields["setting"] = Setting(**{**fields["setting"], "batch": tuple(fields["setting"]["batch"])})
+            lists = {key: tuple(fields["setting"][key]) for key in ("batch", "tiles")}
+            fields["setting"] = Setting(**{**fields["setting"], **lists})
             plan = cls(**fields)
             if len(plan.phase_peaks) != 2 * len(plan.units) + 1 or plan.lookahead not in (0, 1):
                 raise ValueError("its values do not fit together")

@@ -4,19 +4,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from revzoo.analysis.chains import find_block_chains
+from revzoo.analysis.chains import assign_tiles, find_block_chains, preserve_schedules, read_tiles
 from revzoo.analysis.dry_run import LossFunction, memory_errors
+from revzoo.analysis.tiles import choose_tiles
 from revzoo.errors import BudgetError, InputError, UnknownNameError
 from revzoo.format import format_bytes
-from revzoo.planning.budget import parse_budget
+from revzoo.planning.budget import count_model_bytes, parse_budget
 from revzoo.planning.plan import Plan
 from revzoo.planning.profiling.count import count_peak
-from revzoo.planning.profiling.hooks import list_units
+from revzoo.planning.profiling.hooks import assign_schedule, list_units
 from revzoo.planning.profiling.inversion_limit import place_anchors
 from revzoo.planning.profiling.profile import Profile, profile
 from revzoo.planning.profiling.timing import measure_step_seconds, measure_workspace
@@ -26,10 +27,12 @@ from revzoo.planning.solvers.knapsack import solve_knapsack
 from revzoo.planning.solvers.problem import Problem
 from revzoo.planning.solvers.schedule_totals import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import find_schedule, minimize_peak
+from revzoo.runtime.layout import get_tiles, set_tiles
 from revzoo.runtime.lookahead import LookaheadOption, check_lookahead
 from revzoo.runtime.mode import Mode
 
 _PLENTY = 2**60  # a budget for which everything is stored
+_TILES_HELP = " Where that is a step, tiles may lower the peak: tiles='auto'."
 
 
 def profile_and_plan(
@@ -41,23 +44,32 @@ def profile_and_plan(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     lookahead: LookaheadOption = 0,
+    tiles: Literal["auto"] | None = None,
     other_bytes: int = 0,
     setting: Setting | None = None,
 ) -> tuple[Profile, Plan]:
     """Profile a model, solve for a budget and count the training step; return profile and plan. Raises as `plan` does.
 
     Args:
-        model, batch, budget, solver, optimizer, loss, lookahead: as for `plan`.
+        model, batch, budget, solver, optimizer, loss, lookahead, tiles: as for `plan`.
         other_bytes: other memory that is alive during the whole training step, such as averaged weights.
-        setting: what the plan will hold for; None is the model and batch as they are now.
+        setting: what the plan will hold for, besides tiles; None is the model and batch as they are now.
     """
+    if tiles is not None:
+        if tiles != "auto" or solver != "timeline" or lookahead != 0:
+            raise InputError(
+                "tiles is None for those of the model, or 'auto' with solver='timeline' and lookahead=0. Received: "
+                f"{tiles!r}, solver={solver!r}, lookahead={lookahead!r}."
+            )
+        taken = {"optimizer": optimizer, "other_bytes": other_bytes, "setting": setting}
+        return _plan_with_tiles(model, batch, budget, loss, **taken)
     if check_lookahead(lookahead) and find_block_chains(model):
         raise InputError(
             "Blocks that were made reversible in place are recovered one by one. Received: lookahead=1. Plan with lookahead=0."
         )
     measured = profile(model, batch, optimizer, loss=loss, other_bytes=other_bytes, budget=budget)
     if setting is not None:
-        measured = replace(measured, setting=setting)
+        measured = replace(measured, setting=replace(setting, tiles=measured.setting.tiles))
     limit = parse_budget(budget, measured.setting.device.split()[0], measured.model_bytes)
     # Predicted peaks know of no look-ahead, and those of inverted layers may be too high: the least is counted for these.
     is_inexact = bool(lookahead) or any(entry.kind == "layer" for entry in list_units(model))
@@ -76,9 +88,52 @@ def profile_and_plan(
     smallest = planned.min_peak_bytes if least is None else least.peak_bytes
     planned = replace(planned, min_peak_bytes=min(smallest, planned.peak_bytes))
     stores_all = list(planned.schedule) == measured.memory.all_stored  # then there is nothing to recover ahead, nor to weigh
-    if (lookahead or measured.timing is None) and not stores_all and not any(p.is_meta for p in model.parameters()):
+    if (lookahead or measured.timing is None) and not stores_all:
         planned = _time_step(model, batch, planned, loss)
     return measured, planned
+
+
+def _plan_with_tiles(
+    model: nn.Module, batch: Any, budget: str | int, loss: LossFunction | None, **taken: Any
+) -> tuple[Profile, Plan]:
+    """Return the faster of the plan of whole steps and that of steps cut into tiles, with its profile."""
+    units, limit = list_units(model), parse_budget(budget, next(model.parameters()).device, count_model_bytes(model))
+    made, refusals = list[tuple[Profile, Plan]](), list[BudgetError]()
+    with preserve_schedules(model):
+        set_tiles(units, 1)
+        for is_whole in (True, False):
+            try:
+                measured, planned = profile_and_plan(model, batch, limit, loss=loss, **taken)
+            except BudgetError as error:
+                refusals.append(error)
+            else:
+                if not is_whole:
+                    planned = _make_stored_whole(model, batch, measured, planned, loss)
+                elif list(planned.schedule) == measured.memory.all_stored:
+                    return measured, planned
+                made.append((measured, _time_step(model, batch, planned, loss)))
+            if is_whole:
+                assign_schedule(model, [unit.modes[-1] for unit in units])  # where least is kept, tiles lower the peak most
+                choose_tiles(model, batch, loss=loss)
+                if max(read_tiles(model)) == 1:
+                    break
+    if not made:
+        raise BudgetError(str(refusals[-1]).removesuffix(_TILES_HELP)) from refusals[-1]  # with tiles, if any were chosen
+    cost_of = attrgetter("seconds" if all(planned.seconds is not None for _, planned in made) else "extra_flops")
+    measured, planned = min(made, key=lambda each: cost_of(each[1]))
+    return measured, replace(planned, min_peak_bytes=min(each.min_peak_bytes for _, each in made))
+
+
+def _make_stored_whole(model: nn.Module, batch: Any, profile: Profile, plan: Plan, loss: LossFunction | None) -> Plan:
+    """Return the plan with the steps that it stores whole, as the model has them then, where that is within the budget."""
+    units, cut = list_units(model), read_tiles(model)
+    set_tiles(units, [n if mode.drops else 1 for n, mode in zip(get_tiles(units), plan.schedule, strict=True)])
+    counted = _count(model, batch, profile, plan, loss)
+    if counted > plan.budget_bytes:
+        assign_tiles(model, cut)
+        return plan
+    setting = replace(plan.setting, tiles=read_tiles(model))
+    return replace(plan, setting=setting, peak_bytes=counted, min_peak_bytes=min(plan.min_peak_bytes, counted))
 
 
 def _plan_least(
@@ -103,6 +158,8 @@ def _plan_least(
 
 def _time_step(model: nn.Module, batch: Any, plan: Plan, loss: LossFunction | None) -> Plan:
     """Return the plan with measured seconds: neither the gain of look-ahead nor, without timed units, any time is predicted."""
+    if any(p.is_meta for p in model.parameters()):
+        return plan
     try:
         with memory_errors():
             seconds, spread = measure_step_seconds(model, batch, plan.schedule, loss, plan.lookahead)
@@ -251,7 +308,7 @@ def _explain_shortage(problem: Problem, limit: int, min_peak: int, min_peak_mode
     where = "at the loss" if worst.phase == "loss" else f"in the {worst.phase} of {worst.name}"
     remedy = "Try a smaller batch, autocast, or an optimizer of less state."
     if worst.phase == "backward":
-        remedy += " Where that is a step, tiles lower the peak: revzoo.choose_tiles(model, batch)."
+        remedy += _TILES_HELP
     if min_peak == problem.update_peak:
         where, remedy = "at the optimizer's update", "Try foreach=False, or an optimizer of less state."
     return (

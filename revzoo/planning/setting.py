@@ -1,6 +1,7 @@
 """The circumstances that a plan was made for; it holds for no others."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -8,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from revzoo.analysis.chains import find_block_chains
+from revzoo.analysis.chains import find_block_chains, find_chains, read_tiles
 from revzoo.analysis.dry_run import require_module
 from revzoo.device import describe_device
 from revzoo.errors import InputError, PlanError
-from revzoo.format import format_dtype
+from revzoo.format import count_noun, format_dtype
 from revzoo.model.network import Network
+from revzoo.runtime.layout import find_dim
 from revzoo.runtime.nested import tensors_in
-from revzoo.runtime.tiles import find_tiles
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Setting:
         training: whether the model is in training mode.
         exact: whether the streams are kept on a grid, so that inversion is exact.
         batch: shape and dtype of every tensor in the batch; empty matches any.
+        tiles: into how many tiles every unit of the chains in it is cut.
     """
 
     model: str
@@ -39,10 +41,13 @@ class Setting:
     training: bool
     exact: bool
     batch: tuple[str, ...] = ()
+    tiles: tuple[int, ...] = ()
 
     def describe(self) -> str:
-        """Return batch, weights and device in words."""
-        return f"batch of {', '.join(self.batch)}, weights in {self.dtype}, on {self.device}"
+        """Return batch, weights, device and tiles in words."""
+        cut = sorted(Counter(count for count in self.tiles if count > 1).items())
+        tiles = "".join(f", {count_noun(steps, 'step')} in {count} tiles" for count, steps in cut)
+        return f"batch of {', '.join(self.batch)}, weights in {self.dtype}, on {self.device}{tiles}"
 
     def differences(self, other: "Setting") -> Iterator[str]:
         """Yield what differs in `other`, in words; an unknown batch and the meta device match any."""
@@ -61,7 +66,7 @@ class Setting:
             )
 
 
-_WORDS = {"digest": "hash of the model's parts, sizes, tiles and frozen parameters", "training": "training mode"}
+_WORDS = {"digest": "hash of the model's parts, sizes and frozen parameters", "training": "training mode"}
 
 
 def read_setting(model: nn.Module, batch: Any = None) -> Setting:
@@ -89,6 +94,7 @@ def read_setting(model: nn.Module, batch: Any = None) -> Setting:
         training=model.training,
         exact=bool(getattr(model, "exact", False)),
         batch=tuple(list_shapes(batch)),
+        tiles=read_tiles(model),
     )
 
 
@@ -105,11 +111,10 @@ def _compute_digest(model: nn.Module) -> str:
         [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()],
         [module.training == model.training for module in model.modules()],  # False for a frozen BatchNorm, for example
     )
-    chains = find_block_chains(model)
-    lists = [(path, chain.names, chain.coupling) for path, chain in chains.items()]
-    steps = [*model.modules(), *(entry.module for chain in chains.values() for entry in chain.layout())]
-    tiles = [(i, cut.count, cut.dim) for i, step in enumerate(steps) if (cut := find_tiles(step)) is not None]
-    return hashlib.sha256(repr((*facts, *lists, *tiles)).encode()).hexdigest()
+    lists = [(path, chain.names, chain.coupling) for path, chain in find_block_chains(model).items()]
+    units = [unit for chain in find_chains(model).values() for unit in chain.layout() if unit.kind == "step"]
+    dims = [find_dim(unit.module) for unit in units]  # along which tiles would be cut
+    return hashlib.sha256(repr((*facts, *lists, *dims)).encode()).hexdigest()
 
 
 def _format_value(value: object) -> str:

@@ -151,7 +151,7 @@ def get_tiles(layout: Sequence[LayoutEntry]) -> list[int]:
 def set_tiles(layout: Sequence[LayoutEntry], tiles: int | Sequence[int]) -> None:
     """Cut units into tiles; see `Scheduled.tiles`."""
     units = [entry for entry in layout if entry.is_unit]
-    if not isinstance(tiles, Sequence):
+    if not isinstance(tiles, Sequence) or isinstance(tiles, str):
         tiles = [tiles if unit.kind == "step" else 1 for unit in units]
     if len(tiles) != len(units):
         raise ScheduleError(f"tiles are one number for each of {len(units)} units, or one for all. Received: {len(tiles)}.")
@@ -161,10 +161,10 @@ def set_tiles(layout: Sequence[LayoutEntry], tiles: int | Sequence[int]) -> None
             raise ScheduleError(f"Only steps are cut into tiles. Received: {count!r} for {unit.name}, a {unit.kind}.")
     for unit, count in zip(units, tiles, strict=True):
         if count > 1 or find_tiles(unit.module) is not None:
-            tiled(unit.module, count, _find_dim(unit.module))
+            tiled(unit.module, count, find_dim(unit.module))
 
 
-def _find_dim(step: nn.Module) -> int:
+def find_dim(step: nn.Module) -> int:
     """Return the dimension along which a step is cut: the one that it was given, or that of what it treats one by one."""
     if (mark := vars(step).get(MARK)) is not None:
         return cast(Tiles, mark).dim

@@ -189,7 +189,7 @@ def _choose_arguments(options: ModelOptions, spec: Spec, is_open: bool, data: Da
         "num_outputs": outputs,
         "overrides": overrides,
         "schedule": options.schedule,
-        "tiles": options.tiles,
+        "tiles": 1 if options.tiles == "auto" else options.tiles,  # a plan sets them
         "exact": options.exact,
     }
 

@@ -54,7 +54,8 @@ class ModelOptions:
         checkpoint: start from this weights file.
         num_outputs: outputs of the head; None: the number of classes in the data.
         schedule: mode of all steps, "stage_inputs" (steps invert, nodes recompute), or a list with one mode per unit.
-        tiles: into how many pieces every step is cut, of which backward holds one; or a list with one number per unit.
+        tiles: into how many pieces every step is cut, of which backward holds one; or a list with one number per unit; or
+            "auto", with a budget for memory: planned.
         exact: keep the streams on a grid, on which inversion is exact.
     """
 
@@ -65,7 +66,7 @@ class ModelOptions:
     checkpoint: str | None = None
     num_outputs: PositiveInt | None = None
     schedule: ModeName | Literal["stage_inputs"] | tuple[ModeName, ...] = "invert"
-    tiles: PositiveInt | tuple[PositiveInt, ...] = 1
+    tiles: PositiveInt | tuple[PositiveInt, ...] | Literal["auto"] = 1
     exact: bool = False
 
     def list_overrides(self) -> list[str]:

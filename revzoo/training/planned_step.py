@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from revzoo.analysis.autocast import leave_autocast
+from revzoo.analysis.chains import assign_tiles, preserve_schedules
 from revzoo.analysis.dry_run import accumulated_gradients, memory_errors, updates_in_backward
 from revzoo.analysis.optimizer_step import copy_optimizer, count_optimizer, count_updates_apart
 from revzoo.analysis.report import MemoryReport
@@ -105,6 +106,7 @@ class WholeStep(PlannedStep):
                 optimizer=self._optimizer,
                 loss=self._loss,
                 lookahead=self.lookahead,
+                tiles="auto" if self._run.recipe.model.tiles == "auto" else None,
                 other_bytes=self._other_bytes,
                 setting=self.setting,
             )
@@ -116,7 +118,8 @@ class WholeStep(PlannedStep):
         model = self._run.model
         taken = count_optimizer(model, self._optimizer)
         other_bytes = self._other_bytes + taken.state
-        with self._treat_gradients():
+        with self._treat_gradients(), preserve_schedules(model):
+            assign_tiles(model, plan.setting.tiles)
             return count_peak(
                 model,
                 self._batch,

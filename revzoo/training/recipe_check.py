@@ -102,6 +102,7 @@ def _list_basic_rules(get: Callable[[str], Any]) -> list[_Rule]:
     cannot_rotate = get("data.augment.auto_augment") is not None and get("data.augment.interpolation") in UNROTATED
     has_no_milestones, is_odd = not get("schedule.decay_milestones"), isinstance(batch, int) and batch % 2 == 1
     is_unmixed = not (get("mixup.mixup_alpha") or get("mixup.cutmix_alpha"))
+    plans_tiles = get("model.tiles") == "auto"
     return [
         (get("model.name") == TO_BE_NAMED, "model.name", MODEL_NAME_ALLOWED),
         (is_fresh and _sets_outputs(get("model.overrides")), "model.overrides", "no head.outputs: use model.num_outputs"),
@@ -112,6 +113,9 @@ def _list_basic_rules(get: Callable[[str], Any]) -> list[_Rule]:
         (mixes and name in TEXTS, "mixup", f"null, for name: {name}: ids cannot be mixed"),
         (mixes and is_odd, "data.batch_size", "an even number: mixup pairs the images of a batch"),
         (mixes and is_unmixed, "mixup", "mixup_alpha or cutmix_alpha above 0, or null for neither"),
+        (plans_tiles and get("memory.budget") is None, "model.tiles", "a number without memory.budget"),
+        (plans_tiles and get("train.shard") not in (None, "none"), "model.tiles", "1 with train.shard"),
+        (plans_tiles and isinstance(batch, str), "data.batch_size", "a number with model.tiles: auto"),
     ]
 
 

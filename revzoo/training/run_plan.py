@@ -7,6 +7,7 @@ a share of the memory is in bytes may differ between them: the smallest budget c
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from accelerate.utils import gather_object
 
@@ -102,7 +103,7 @@ def _read_plan(run: Run, step: PlannedStep, limit: int) -> Plan:
         plan = Plan.load(run.folder.plan)
     except PlanError as error:
         raise PlanError(f"{error} {remedy}") from error
-    reasons = list(plan.setting.differences(step.setting))
+    reasons = list(plan.setting.differences(replace(step.setting, tiles=plan.setting.tiles)))
     if run.recipe.memory.budget != "auto" and limit != plan.budget_bytes:  # a share of another machine's memory
         reasons.append(f"budget: {format_bytes(plan.budget_bytes)} in the plan, {format_bytes(limit)} now")
     if not reasons and (peak := step.count_peak(plan)) > max(plan.peak_bytes, plan.budget_bytes):

@@ -11,6 +11,7 @@ from timm.optim import create_optimizer_v2
 
 import revzoo
 import revzoo.planning.batch  # imports `profile`: now, and not while it is replaced
+from revzoo.errors import InputError
 from revzoo.planning.plan import Plan
 
 BATCH = 4
@@ -103,6 +104,14 @@ def test_with_look_ahead(file, run):
     assert "This plan looks ahead; the other schedules do not." in " ".join(printed.split())
 
 
+def test_tiles_are_chosen_where_not_everything_can_be_stored(file, refused, monkeypatch):
+    def choose_tiles(model, batch, loss):
+        raise InputError("Tiles are asked for.")
+
+    monkeypatch.setattr("revzoo.planning.planner.choose_tiles", choose_tiles)
+    assert "Tiles are asked for." in refused("plan", file("rev_vit_digits"), *PLANNED, "--budget", "1500KiB", "--tiles", "auto")
+
+
 def test_on_a_device_seconds_are_measured(file, short, tmp_path, run):
     """And the batch is looked for; the plan of the best one holds when it is run."""
     path, out, picture = file("rev_vit_digits"), tmp_path / "plan.json", tmp_path / "plan.png"
@@ -193,6 +202,8 @@ def test_a_plan_for_many_ranks_says_what_one_holds_and_sends(file, run, tmp_path
         (("--shard", "full"), "add --ranks N"),
         (("--ranks", 2, "--device", "cpu"), "--device: for plans of one process"),
         (("--ranks", 2, "--lookahead", "1"), "--lookahead: for plans of one process"),
+        (("--ranks", 2, "--tiles", "auto"), "--tiles: for plans of one process"),
+        (("--batch", "auto:2-4", "--tiles", "auto"), "--tiles: for one batch size"),
         (("--ranks", 2, "--batch", "auto:2-4"), "a range of batch sizes"),
         (("--ranks", 2, "--budget", "60%"), "--budget 60%"),
     ],

@@ -179,6 +179,7 @@ CALLS = {  # what makes a module, what is called, whether that changes the modul
     "plan": (Noting, lambda m: revzoo.plan(m, X, "1 GB"), False, 2),
     "plan, timed": (Noting, lambda m: revzoo.plan(m, X, "1 GB", profile=True), False, 1),
     "plan of a chain": (chain, lambda m: revzoo.plan(m, (X, X), "1 GB"), False, 2),
+    "plan with tiles": (chain, lambda m: revzoo.plan(m, (X, X), 1200, tiles="auto"), False, 1),
     "plan of blocks": (reversible, lambda m: revzoo.plan(m, X, "1 GB"), False, 2),
     "reversible_": (lambda: Toy(Residual(), Residual()), lambda m: revzoo.reversible_(m, batch=X), True, 12),
     "reversible_, no batch": (lambda: Toy(Residual(), Residual()), revzoo.reversible_, True, 12),

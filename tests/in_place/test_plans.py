@@ -1,5 +1,6 @@
 """Plans of networks whose blocks were made reversible where they stand: predicted bytes, budgets, and what is refused."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -10,11 +11,12 @@ import revzoo
 from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import BudgetError, InputError, PlanError
 from revzoo.in_place.peaks import Peaks
+from revzoo.planning import planner
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import assign_schedule, list_units
 from revzoo.planning.solvers.schedule_totals import peak
 from revzoo.planning.solvers.timeline import minimize_peak
-from tests.in_place.networks import TEXT, Tanh, Toy, assert_equal, llama, train_step
+from tests.in_place.networks import IDS, SPLIT, TEXT, Tanh, Toy, assert_equal, llama, train_step
 
 X = torch.linspace(-1, 1, 384).view(64, 6).sin()
 WEIGHTS_OF_A_BLOCK = 124  # gradients of two blocks may be there at once: what a schedule takes besides its prediction
@@ -80,6 +82,23 @@ def test_a_plan_of_a_language_model_with_its_loss():
     assert plan.peak_bytes <= budget < plan.no_recompute_peak_bytes
     plan.apply(model, TEXT)
     assert_equal(train_step(model, TEXT)[0], stored)
+
+
+def test_tiles_are_planned_with_modes_applied_and_released(monkeypatch):
+    monkeypatch.setattr(planner, "profile", partial(planner.profile, run=False))
+    monkeypatch.setattr(planner, "_time_step", lambda model, batch, plan, loss: plan)
+    model, ids, settings = llama(2), IDS.repeat(2, 8), {"loss": lambda outputs: outputs.loss}
+    batch = {"input_ids": ids, "labels": ids}
+    [chain] = revzoo.reversible_(model, batch=batch, split=SPLIT).chains
+    monkeypatch.setattr(planner, "choose_tiles", lambda model, batch, loss: setattr(chain, "tiles", 2))
+    least = revzoo.plan(model, batch, "1TiB", **settings).min_peak_bytes
+    plan = revzoo.plan(model, batch, least - 1, tiles="auto", **settings)
+    assert chain.tiles == [1] * 4
+    plan.apply(model, batch)
+    assert chain.tiles == [*plan.setting.tiles] != [1] * 4
+    assert revzoo.measure_memory(model, batch, **settings).peak_bytes == plan.peak_bytes < least
+    revzoo.release(model)
+    assert (chain.tiles, chain.schedule) == ([1] * 4, ["invert"] * 4)
 
 
 def test_a_budget_below_the_least_names_the_step(toy):

@@ -8,7 +8,7 @@ from torch import nn
 
 import revzoo
 from revzoo.planning.setting import read_setting
-from revzoo.runtime import ReversibleChain
+from revzoo.runtime import ReversibleChain, tiled
 
 
 def test_a_models_setting(tiny):
@@ -53,7 +53,7 @@ def test_frozen_parts_and_parts_in_evaluation_mode_are(tiny):
     assert len(set(digests)) == 3
 
 
-def test_tiles_are(tiny):
+def test_tiles_are_and_along_what(tiny):
     blocks = nn.ModuleDict({"blocks": nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))})
     [chain] = revzoo.reversible_(blocks, "blocks").chains
     for model, units in ((tiny, tiny), (blocks, chain)):
@@ -62,14 +62,18 @@ def test_tiles_are(tiny):
             units.tiles = tiles
             settings.append(read_setting(model))
         assert settings[0] == settings[3]
-        assert len({setting.digest for setting in settings}) == 3
+        assert len({setting.tiles for setting in settings}) == 3
+        assert len({setting.digest for setting in settings}) == 1
+        step = next(entry.module for entry in units.layout() if entry.kind == "step")
+        tiled(step, 1, dim=-2)
+        assert read_setting(model).digest != settings[0].digest
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"model": "revnet_digits", "digest": "1" * 64}, "model: revnet_digits in the plan, rev_vit_digits now"),
-        ({"digest": "1" * 64}, "hash of the model's parts, sizes, tiles and frozen parameters: 111111111111 in the plan, "),
+        ({"digest": "1" * 64}, "hash of the model's parts, sizes and frozen parameters: 111111111111 in the plan, "),
         ({"device": "cuda A"}, "device: cuda A in the plan, cpu now"),
         ({"training": False}, "training mode: False in the plan, True now"),
         ({"batch": ("[4] int64", "[5] bool")}, "batch: [4] int64, [5] bool in the plan, [3, 1, 8, 8] float32 now"),

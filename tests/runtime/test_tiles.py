@@ -232,6 +232,8 @@ def test_marks_are_copied_and_leave_no_keys():
         assert [find_tiles(step).dim for step in other.steps] == [find_tiles(step).dim for step in chain.steps]
     with pytest.raises(InputError, match=r"tiles is an integer from 1\. Received: 0"):
         chain.tiles = [4, 0]
+    with pytest.raises(InputError, match=r"tiles is an integer from 1\. Received: 'auto'"):
+        chain.tiles = "auto"
     assert chain.tiles == [3, 3]
 
 

@@ -118,6 +118,20 @@ def test_training_takes_what_the_plan_says(setting, tmp_path, shown, counted, un
     assert evaluation < plan.peak_bytes
 
 
+def test_planned_tiles_take_what_the_plan_says_and_go_on(tmp_path, counted, unmeasured):
+    settings = [*CONSTANT, "model.tiles=auto", "data.batch_size=64", "train.epochs=1"]
+    run = build_run(make_recipe(*settings, "memory.budget=1TiB"), tmp_path / "wide", resumed=False)
+    budget = WholeStep(run).plan(2**40).min_peak_bytes - 1
+    with interrupted(3):
+        loop.train(make_recipe(*settings, f"memory.budget={budget}"), tmp_path / "run")
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert max(plan.setting.tiles) > 1
+    assert counted[-1][0] == plan.peak_bytes <= budget
+    loop.resume(tmp_path / "run")
+    assert counted[-1][0] == plan.peak_bytes
+    assert Plan.load(tmp_path / "run" / "plan.json") == plan
+
+
 def test_a_plan_changes_no_weight(tmp_path, unmeasured):
     """Everything stored, and planned with less, stopped in the middle and gone on with."""
     exact = ["model.exact=true", *CONSTANT]

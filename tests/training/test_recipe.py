@@ -214,6 +214,20 @@ def test_settings_that_contradict(tmp_path):
     assert find_ineffective_settings(load_recipe("digits", ["data.text.label=kind"])) == ["data.text has no effect with digits"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        ([], "model.tiles"),
+        (["memory.budget=1GiB", "train.shard=full"], "model.tiles"),
+        (["memory.budget=1GiB", "data.batch_size=auto"], "data.batch_size"),
+    ],
+)
+def test_tiles_are_planned_with_a_budget_for_one_batch_in_one_process(settings, path):
+    with pytest.raises(SpecError) as caught:
+        load_recipe("digits", ["model.tiles=auto", *settings])
+    assert [problem.path for problem in caught.value.problems] == [path]
+
+
 def test_interpolations_that_rotations_do_not_have():
     typed = ["data.augment.interpolation=lanczos", "data.root=photos"]
     assert load_recipe("images", typed).data.augment.interpolation == "lanczos"
