@@ -100,20 +100,21 @@ def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         accuracies["deployed"] = {run["seed"]: run["deployed"] for run in reversible}
         for method, each in accuracies.items():
             if each:
-                rows.append({"training": training, "method": method, **_compare(each, accuracies["original"])})
+                rows.append({"training": training, "method": method, **compare(each, accuracies["original"])})
+                difference = rows[-1]["difference"]
+                rows[-1]["met"] = difference is not None and abs(difference) <= POINTS
     return rows
 
 
-def _compare(accuracies: dict[int, float], original: dict[int, float]) -> dict[str, Any]:
+def compare(accuracies: dict[int, float], original: dict[int, float]) -> dict[str, Any]:
+    """Return mean and deviation of accuracies by seed, and their mean difference from the original's with its error."""
     differences = [accuracy - original[seed] for seed, accuracy in accuracies.items() if seed in original]
-    difference = mean(differences) if differences else None
     return {
         "accuracies": list(accuracies.values()),
         "mean": mean(accuracies.values()),
         "deviation": _deviate(list(accuracies.values())),
-        "difference": difference,
+        "difference": mean(differences) if differences else None,
         "difference_error": _deviate(differences) / max(1, len(differences)) ** 0.5,
-        "met": difference is not None and abs(difference) <= POINTS,
     }
 
 
