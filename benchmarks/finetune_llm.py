@@ -8,8 +8,9 @@
     memory       Llama and GPT-2: bytes kept from forward to backward, and at the peak, counted (finetune_llm_memory.py)
     time         CPU time of a training step of the first two of them
     similarity   MiniLM, a real sentence encoder: its embeddings before and after (finetune_llm_minilm.py)
-    accuracy     MiniLM, fine-tuned as it is, checkpointed, reversible and so with one bit of a random sign, all of it and with
-                 LoRA, 3 seeds; a reversible one is tested as it was trained, and as the ordinary network with its weights
+    accuracy     MiniLM, fine-tuned as it is, checkpointed, reversible and so with one or two bits of random signs, all of it
+                 and with LoRA, 3 seeds; a reversible one is tested as it was trained, and as the ordinary network with its
+                 weights
 
 Parts and runs are written to finetune_llm.json one by one; parts that are not measured again stay in it.
 """
@@ -29,7 +30,7 @@ from typing import Any
 
 from finetune_llm_figure import plot
 from finetune_llm_memory import MOST_TIME, describe, list_settings, measure_memory, measure_time, one_thread
-from finetune_llm_minilm import LEAST_AGREEMENT, LEAST_COSINE, Task, describe_task, finetune, measure_similarity
+from finetune_llm_minilm import LEAST_AGREEMENT, LEAST_COSINE, REVERSIBLE, Task, describe_task, finetune, measure_similarity
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -39,8 +40,9 @@ from revzoo.format import format_bytes
 
 PARTS = ("memory", "time", "similarity", "accuracy")
 TRAININGS, SEEDS = ("full", "LoRA"), (10, 11, 12)
-MODES = ("original", "checkpointed", "reversible", "random")
+MODES = ("original", "checkpointed", *REVERSIBLE)
 POINTS = 0.5  # how far a mean accuracy may be from the original's [percentage points]
+_ORIGIN = ("commit", "hardware", "versions")  # of a run, in `describe_environment`
 
 Key = tuple[str, str, int]
 
@@ -58,14 +60,16 @@ def measure_networks(part: str, quick: bool) -> Iterator[list[dict[str, Any]]]:
         yield rows
 
 
-def measure_accuracy(before: dict[str, Any], quick: bool, commit: Any) -> Iterator[dict[str, Any]]:
+def measure_accuracy(before: dict[str, Any], quick: bool, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the part `accuracy` after every run, and go on where an earlier one of the same task ended.
 
-    The commit is that of the code when it was loaded: the results, once written, would make it look changed.
+    Each run says on which machine it was. The commit is that of the code when it was loaded: the results, once written, would
+    make it look changed.
     """
     task = replace(Task(), updates=4, size=4) if quick else Task()
     setting = describe_task(task, quick)
-    runs = list(before.get("runs", [])) if before.get("setting") == setting else []
+    same = before.get("setting") == setting
+    runs = [{key: before[key] for key in _ORIGIN} | run for run in before["runs"]] if same else []
     done = {_get_key(run) for run in runs}
     wanted = list(itertools.product(TRAININGS, MODES, SEEDS[:1] if quick else SEEDS))
     wanted.sort(key=lambda key: key[2])  # whole seeds first
@@ -75,7 +79,7 @@ def measure_accuracy(before: dict[str, Any], quick: bool, commit: Any) -> Iterat
         try:
             started = [pool.submit(finetune, *key, task, quick) for key in wanted if key not in done]
             for run in as_completed(started):
-                runs.append(run.result() | {"commit": commit})
+                runs.append(run.result() | {key: about[key] for key in _ORIGIN})
                 runs.sort(key=lambda run: wanted.index(_get_key(run)))
                 yield {"setting": setting, "runs": runs, "summary": summarise(runs)}
         finally:
@@ -100,20 +104,21 @@ def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         accuracies["deployed"] = {run["seed"]: run["deployed"] for run in reversible}
         for method, each in accuracies.items():
             if each:
-                rows.append({"training": training, "method": method, **_compare(each, accuracies["original"])})
+                rows.append({"training": training, "method": method, **compare(each, accuracies["original"])})
+                difference = rows[-1]["difference"]
+                rows[-1]["met"] = difference is not None and abs(difference) <= POINTS
     return rows
 
 
-def _compare(accuracies: dict[int, float], original: dict[int, float]) -> dict[str, Any]:
+def compare(accuracies: dict[int, float], original: dict[int, float]) -> dict[str, Any]:
+    """Return mean and deviation of accuracies by seed, and their mean difference from the original's with its error."""
     differences = [accuracy - original[seed] for seed, accuracy in accuracies.items() if seed in original]
-    difference = mean(differences) if differences else None
     return {
         "accuracies": list(accuracies.values()),
         "mean": mean(accuracies.values()),
         "deviation": _deviate(list(accuracies.values())),
-        "difference": difference,
+        "difference": mean(differences) if differences else None,
         "difference_error": _deviate(differences) / max(1, len(differences)) ** 0.5,
-        "met": difference is not None and abs(difference) <= POINTS,
     }
 
 
@@ -221,7 +226,7 @@ def main() -> None:
             if part == "similarity":
                 steps: Iterator[dict[str, Any]] = iter([{"rows": list(measure_similarity(args.quick))}])
             elif part == "accuracy":
-                steps = measure_accuracy(parts.get(part, {}), args.quick, about["commit"])
+                steps = measure_accuracy(parts.get(part, {}), args.quick, about)
             else:
                 steps = ({"rows": rows} for rows in measure_networks(part, args.quick))
             for measured in steps:

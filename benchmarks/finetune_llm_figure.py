@@ -17,7 +17,8 @@ _COLORS = {
     "9 bits": LIGHT_BLUE,
     "8 bits": MODE_COLORS["invert"],
     "reversible": MODE_COLORS["invert"],
-    "random": LIGHT_BLUE,
+    "1 random bit": LIGHT_BLUE,
+    "2 random bits": LIGHT_ORANGE,
     "4 bits": MODE_COLORS["selective"],
     "random bit": LIGHT_BLUE,
     "split, 4 bits": LIGHT_ORANGE,
@@ -110,4 +111,4 @@ def _draw_accuracy(axes: Axes, part: Mapping[str, Any]) -> None:
         color = _COLORS[row["method"]]
         axes.plot([i] * len(row["accuracies"]), row["accuracies"], "o", color=color, ms=5)
         axes.plot([i - 0.25, i + 0.25], [row["mean"]] * 2, color=INK, lw=1.2, label="mean" if i == 0 else None)
-    axes.set_xticks(range(len(summary)), [f"{row['training']}\n{row['method']}" for row in summary], fontsize=7)
+    axes.set_xticks(range(len(summary)), [f"{row['training']}\n{row['method']}" for row in summary], fontsize=6)

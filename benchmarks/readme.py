@@ -207,6 +207,8 @@ def describe_reversible() -> Iterator[str]:
         if part in results:
             yield from describe(results[part])
             yield ""
+    yield from describe_random_signs(json.loads((RESULTS / "random_signs.json").read_text()))
+    yield ""
     yield "![Networks made reversible in place, compared with checkpointing](../benchmarks/results/cpu/finetune_llm.png)"
 
 
@@ -279,12 +281,39 @@ def describe_reversible_accuracy(part: dict[str, Any]) -> Iterator[str]:
     setting, seeds = part["setting"], {run["seed"] for run in part["runs"]}
     train, test = setting["texts"]
     agreement = min(run["agreement"] for run in part["runs"] if "agreement" in run)
+    machines = " and ".join(sorted({describe_machine(run) for run in part["runs"]}))
     yield from wrap(
         f"MiniLM learns in which of {len(setting['sections'])} sections of Debian a package is, by its description ({train} "
         f"for training, {test} for testing, {setting['updates']} updates of {setting['batch']}): all weights, or LoRA matrices "
         f"and the head. Mean over {len(seeds)} seeds, the deviation of one, and the difference from the original of the same "
         'seed with its standard error. "deployed" is the reversible network after `ordinary_`; it gave at least '
-        f"{agreement:.2f} % of the reversible one's answers. On {describe_machine(part)}, float32, 8 bits (`--only accuracy`)."
+        f"{agreement:.2f} % of the reversible one's answers. Float32, on {machines} (`--only accuracy`)."
+    )
+
+
+def describe_random_signs(tasks: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of what random signs cost from scratch and on IgLM."""
+    methods = [row["method"] for row in tasks["digits"]["summary"]]
+    yield f"| task | {' | '.join(methods)} |"
+    yield "|---" * (1 + len(methods)) + "|"
+    for name, task in tasks.items():
+        unit, digits = ("test top-1 [%]", 2) if task["score"] == "top1" else ("test loss", 3)
+        original, *others = task["summary"]
+        cells = [f"{original['mean']:.{digits}f} ± {original['deviation']:.{digits}f}"]
+        cells += [f"{row['difference']:+.{digits}f} ± {row['difference_error']:.{digits}f}" for row in others]
+        yield f"| {' | '.join([f'{name}, {unit}', *cells])} |"
+    yield ""
+    seeds, antibodies = len(tasks["digits"]["summary"][0]["accuracies"]), tasks["antibodies"]
+    updates = {name: task["runs"][0]["updates"] for name, task in tasks.items()}
+    (train, test), size = (antibodies["setting"][key] for key in ("sequences", "batch"))
+    yield from wrap(
+        f"Random signs from scratch and in fine-tuning: mean and deviation of the ordinary network over {seeds} seeds, and the "
+        "others' mean difference from it with its standard error; losses in nats of a byte or token, less is better. Digits: "
+        f"`rev_vit_digits`, 12 steps, {updates['digits']} updates by its recipe. Text: `rev_gpt_mini`, 8 steps, windows of 128 "
+        f"bytes, {updates['text']} updates by the recipe `lm`. Antibodies: IgLM-S, a GPT-2 of 3 blocks from the package iglm, "
+        f"on {train} camel sequences that the larger IgLM wrote, {test} more for testing, {updates['antibodies']} updates of "
+        f"{size}: a loss of {antibodies['runs'][0]['before']:.3f} before. Float32, on {describe_machine(antibodies)} (`python "
+        "benchmarks/random_signs.py`)."
     )
 
 

@@ -23,7 +23,7 @@ def count_required_outputs(spec: Spec, data: Data, name: str) -> int:
     """
     if isinstance(spec.input, ImageInput):
         return data.num_classes or 0
-    with torch.device("meta"):
+    with torch.device("meta"), torch.no_grad():  # no step needs an inverse
         model = build(spec).eval()
         per_token = model(model.example_input(1)).dim() == 3
     has_classes = data.num_classes is not None

@@ -41,6 +41,7 @@ def outputs(causal, story, options):
 
 def test_required_outputs(outputs):
     assert outputs("causal", "causal_lm") == 256
+    assert outputs("causal", "causal_lm", "block.coupling={type: momentum, m: 0.0}") == 256  # which nothing inverts
     assert outputs("rev_roberta_mini", "masked_lm") == 260
     for own in (0, 9):
         assert outputs("rev_bert_mini", "text_classification", f"head.outputs={own}") == 4
