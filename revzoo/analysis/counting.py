@@ -53,6 +53,7 @@ def report_model(model: Model, batch_size: int | None = None) -> ModelReport:
         outputs=model.num_outputs,
         coupling=spec.coupling.type,
         steps=len(model.steps),
+        tiles=tuple(sorted({*model.tiles} - {1})),
         batch_size=len(batch),
         parameters=sum(p.numel() for p in model.parameters()),
         step_parameters=sum(p.numel() for step in model.steps for p in step.parameters()),

@@ -211,6 +211,7 @@ class ModelReport:
         outputs: number of outputs of the head.
         coupling: registered name of the coupling.
         steps: number of reversible steps.
+        tiles: into how many pieces they are cut, each number once; none where all are whole.
         batch_size: number of examples for which bytes are given.
         parameters: number of parameters.
         step_parameters: number of parameters in reversible steps.
@@ -231,6 +232,7 @@ class ModelReport:
     outputs: int
     coupling: str
     steps: int
+    tiles: tuple[int, ...]
     batch_size: int
     parameters: int
     step_parameters: int

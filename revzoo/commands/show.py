@@ -16,6 +16,9 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "--batch", type=positive_count, metavar="N", help="examples in a batch (default: 32 images, or 8 texts)"
     )
+    parser.add_argument(
+        "--tiles", type=positive_count, default=1, metavar="N", help="into how many pieces every step is cut (default: 1)"
+    )
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="also draw the network, and what each part keeps for backward"
@@ -33,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
         from revzoo.analysis.counting import report_model
         from revzoo.model.create import create
 
-        report = report_model(create(name, overrides=overrides, device="meta"), arguments.batch)
+        model = create(name, overrides=overrides, tiles=arguments.tiles, device="meta")
+        report = report_model(model, arguments.batch)
     if arguments.plot is not None:
         from revzoo.display.figures.model import plot_model
 

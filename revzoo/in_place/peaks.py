@@ -60,7 +60,8 @@ class Peaks:
             )
         return (
             "most of the peak is outside of the blocks, or in one of them while it runs again in backward. revzoo.plan of the "
-            "ordinary network reaches checkpointing's peak in less time; split= holds half a block at a time."
+            "ordinary network reaches checkpointing's peak in less time; split= holds half a block at a time, tiles=8 an "
+            "eighth."
         )
 
 

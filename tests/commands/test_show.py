@@ -30,6 +30,19 @@ def test_overrides_follow_the_name(model, run):
     assert (printed["outputs"], printed["steps"]) == (7, 2)
 
 
+def test_steps_cut_into_tiles_take_less_inside_and_the_table_says_how_they_are_cut(file, run):
+    whole, cut = (json.loads(run("show", file, "--json", "--batch", 8, *tiles)) for tiles in ([], ["--tiles", 4]))
+    assert (whole["tiles"], cut["tiles"]) == ([], [4])
+    model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"], tiles=4, device="meta")
+    assert cut["memory"]["invert"] == revzoo.measure_memory(model, model.example_input(8)).to_dict()
+    assert cut["memory"]["invert"]["activation_bytes"] < whole["memory"]["invert"]["activation_bytes"]
+    assert "2, coupling additive, cut into 4 tiles" in run("show", file, "--batch", 8, "--tiles", 4)
+
+
+def test_tiles_of_steps_that_mix_examples_are_refused_by_name(refused):
+    assert "stages.0.blocks.0.f cannot be cut into tiles" in refused("show", "revnet_digits", "--tiles", 4)
+
+
 def test_weights_ship_for_this_very_spec(run):
     shipped = json.loads(run("show", "rev_vit_digits", "--json", "--batch", 2))["weights"]
     assert (shipped["file"], shipped["command"]) == ("rev_vit_digits.safetensors", "revzoo train digits")

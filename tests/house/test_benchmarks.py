@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
-WRITE_A_FILE = ("runtime", "machinery", "lookahead", "training_loop")  # the others write into a folder
+WRITE_A_FILE = ("runtime", "machinery", "lookahead", "tiles", "training_loop")  # the others write into a folder
+OPTIONS = {"training_loop": ["--epochs", "1"], "tiles": ["--quick", "--only", "memory", "flops"]}
 WRITE_A_FOLDER = (
     *("planning", "reforwarding", "published_memory", "pareprop", "bytes_per_pixel", "numerics", "finetune"),
     *("finetune_llm", "random_signs", "peers"),
@@ -35,9 +36,9 @@ def test_what_benchmarks_import_from_revzoo_is_there():
 def test_a_benchmark_at_toy_size(name, tmp_path):
     if name == "finetune_llm" and (find_spec("peft") is None or shutil.which("apt-cache") is None):
         pytest.skip("LoRA is peft's, and the texts are Debian's")
-    options = ["--epochs", "1"] if name == "training_loop" else ["--quick"]
+    options = OPTIONS.get(name, ["--quick"])
     if name == "random_signs" and find_spec("iglm") is None:
-        options += ["--only", "digits", "text"]
+        options = [*options, "--only", "digits", "text"]
     file = tmp_path / f"{name}.json"
     command = [sys.executable, str(FOLDER / f"{name}.py"), *options, "--out", str(file if name in WRITE_A_FILE else tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -59,9 +59,12 @@ def test_a_larger_batch_or_a_plan_is_advised_where_nothing_is_gained():
     assert "weights and their gradients are most of the peak. A larger batch" in str(revzoo.reversible_(model, batch=few).peaks)
     revzoo.ordinary_(model)
     assert revzoo.reversible_(model, batch=many).peaks.is_worth_it
-    shallow = str(revzoo.reversible_(llama(2), batch=many).peaks)
-    assert "Not worth it on this batch" in shallow
-    assert "revzoo.plan of the ordinary network" in shallow
+    shallow = revzoo.reversible_(llama(2), batch=many).peaks
+    assert "Not worth it on this batch" in str(shallow)
+    assert "revzoo.plan of the ordinary network" in str(shallow)
+    assert "split= holds half a block at a time, tiles=8 an eighth" in str(shallow)
+    for options in ({"split": SPLIT}, {"tiles": 8}):
+        assert revzoo.reversible_(llama(2), batch=many, **options).peaks.reversible.peak_bytes < shallow.reversible.peak_bytes
 
 
 @pytest.mark.parametrize("last", ["store", "recompute"])

@@ -162,7 +162,7 @@ def test_the_report_in_words():
         "reversible",
         "Not worth it on this batch: most of the peak is outside of the blocks, or in one of them while it runs again in "
         "backward. revzoo.plan of the ordinary network reaches checkpointing's peak in less time; split= holds half a block at "
-        "a time.",
+        "a time, tiles=8 an eighth.",
     ]
 
 

@@ -7,12 +7,13 @@ from rich.table import Table
 from revzoo.analysis.report import ModelReport, TwinReport
 from revzoo.display.tables.base import DottedName, fill, make_plain_table, make_table
 from revzoo.display.tables.memory import MemoryTable
+from revzoo.errors import join_names
 from revzoo.format import format_bytes, format_macs, format_shape
 
 _CAPTION = (
     "With invert, any number of consecutive steps keeps one pair of streams; a bijection between them keeps nothing. Nodes "
     "(stem, transitions, fuse, head) keep their activations unless set to selective or recompute. A step cut into tiles "
-    "(model.tiles, revzoo.choose_tiles) keeps as much, and takes less while it runs again."
+    "(--tiles, model.tiles, revzoo.choose_tiles) keeps as much, and takes less while it runs again."
 )
 
 _ONE_TENSOR_CAPTION = (
@@ -36,7 +37,8 @@ def _tabulate_facts(report: ModelReport) -> Table:
     table.add_row("outputs", str(report.outputs))
     share = f", {report.step_parameters / report.parameters:.0%} of them in reversible steps" if report.steps else ""
     table.add_row("parameters", f"{report.parameters:,}{share}")
-    coupled = f"{report.steps}, coupling {report.coupling}"
+    tiles = f", cut into {join_names([str(each) for each in report.tiles])} tiles" if report.tiles else ""
+    coupled = f"{report.steps}, coupling {report.coupling}{tiles}"
     table.add_row("reversible steps", coupled if report.steps else "none: one tensor instead of two streams")
     table.add_row("forward", f"{format_macs(report.macs)} (multiply-adds) per {report.example}")
     ratios = ", ".join(f"{ratio:.4f} with {schedule}" for schedule, ratio in report.flop_ratios.items() if schedule != "store")
