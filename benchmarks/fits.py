@@ -1,9 +1,11 @@
 """What well-known networks take on a card: docs/fits.json, from which the page "What fits my card?" computes.
 
     python benchmarks/fits.py 'ResNet*'
+    python benchmarks/fits.py --methods '* tiles*'
 
 Each network is counted stored, with its library's checkpoints, reversible in place, and by plans for a few budgets, as the
-models of the zoo are (zoo_card.py), but with cross-entropy of its logits. Networks that match are counted again.
+models of the zoo are (zoo_card.py), but with cross-entropy of its logits. Networks that match are counted again, or those of
+their methods that match; a method that cannot be had has no row.
 """
 
 import argparse
@@ -22,19 +24,21 @@ import transformers
 from ordinary_networks import UNet
 from torch import nn
 from zoo_card import (
+    CHUNKED_SIZES,
     DTYPES,
     SHARES,
     SIZES,
+    TILED_SIZES,
     Changes,
     autocast,
-    count_both_sizes,
     count_chunked_loss,
     count_optimizers,
+    count_timelines,
     fit_timeline,
 )
 
 from revzoo.analysis.dry_run import compute_usual_loss
-from revzoo.errors import ConversionError
+from revzoo.errors import ConversionError, InputError
 from revzoo.graph.atoms import Atom
 from revzoo.graph.capture import capture
 from revzoo.graph.counted_step import SpannedStep
@@ -123,40 +127,51 @@ NETWORKS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pattern", nargs="?", default="*", help="networks to count")
+    parser.add_argument("--methods", default="*", help="of them to count; others stay as they are")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs/fits.json")
     args = parser.parse_args()
     rows = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
     for name in filter(lambda name: fnmatch(name, args.pattern), NETWORKS):
         print(name, flush=True)
-        rows[name] = count_row(NETWORKS[name])
+        rows[name] = count_row(NETWORKS[name], args.methods, rows.get(name))
         lines = [f"{json.dumps(name)}: {json.dumps(rows[name])}" for name in NETWORKS if name in rows]
         args.out.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def count_row(network: Network) -> dict[str, Any]:
-    """Return what a row of docs/zoo.json says, as far as the page needs it."""
+def count_row(network: Network, pattern: str = "*", before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return what a row of docs/zoo.json says, as far as the page needs it.
+
+    Args:
+        network: to be counted.
+        pattern: of the methods that are counted.
+        before: its row, of which the others stay.
+    """
     with torch.device("meta"):
         module = network.make().to(getattr(torch, network.dtype or "float32"))
     ways: dict[str, Way] = {"store": nullcontext} | list_ways(module, network.make_batch(1))
-    methods = dict[str, dict[str, Any]]()
+    plans = [f"plan {number}" for number in range(1, len(SHARES) + 1)]
+    methods = {method["name"]: method for method in before["card"]["methods"]} if before else {}
     for name, change in ways.items():
-        if CUT in name:  # a larger batch has more tiles, so its step has no lines
+        if not fnmatch(name, pattern):
             continue
-        with suppress(ConversionError), without_packing_masks(None), change(module):  # of networks without such blocks
+        methods.pop(name, None)
+        # Some networks have no such blocks, or blocks that mix examples.
+        with suppress(ConversionError, InputError), without_packing_masks(None), change(module):
             counted = module, network.make_batch, compute_usual_loss
             if name.endswith(CHUNKED):
-                whole = methods[name.removesuffix(CHUNKED)]
-                methods |= {method["name"]: method for method in count_chunked_loss(*counted, whole, network.dtypes)}
+                whole, sizes = methods[name.removesuffix(CHUNKED)], TILED_SIZES if CUT in name else CHUNKED_SIZES
+                methods |= {method["name"]: method for method in count_chunked_loss(*counted, whole, network.dtypes, sizes)}
             else:
-                methods[name] = {"name": name, "modes": {}} | count_both_sizes(*counted, network.dtypes)
-    planned = {key: count_plans(module, network, dtype) for key, dtype in network.dtypes.items()}
-    for number in range(len(SHARES)):
-        flops, *_ = (planned[dtype][number][0] for dtype in network.dtypes)
-        timelines = {dtype: fit_timeline(planned[dtype][number][1]) for dtype in network.dtypes}
-        name = f"plan {number + 1}"
-        methods[name] = {"name": name, "modes": {}, "flops": flops} | timelines
+                sizes = TILED_SIZES if CUT in name else SIZES
+                methods[name] = {"name": name, "modes": {}} | count_timelines(*counted, network.dtypes, sizes)
+    if any(fnmatch(name, pattern) for name in plans):
+        planned = {key: count_plans(module, network, dtype) for key, dtype in network.dtypes.items()}
+        for number, name in enumerate(plans):
+            flops, *_ = (planned[dtype][number][0] for dtype in network.dtypes)
+            timelines = {dtype: fit_timeline(planned[dtype][number][1]) for dtype in network.dtypes}
+            methods[name] = {"name": name, "modes": {}, "flops": flops} | timelines
     parameters = sum(p.numel() for p in module.parameters())
-    card = {"methods": [*methods.values()], "optimizers": count_optimizers(module)}
+    card = {"methods": [methods[name] for name in (*ways, *plans) if name in methods], "optimizers": count_optimizers(module)}
     row = {"card": card, "input": network.describe_input(), "parameters": parameters}
     return row if network.dtype is None else row | {"dtype": network.dtype}
 

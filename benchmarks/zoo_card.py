@@ -32,7 +32,7 @@ from revzoo.analysis.dry_run import LossFunction, call, compute_cross_entropy, i
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.twin import build_twin
-from revzoo.in_place.ways import CHUNKED, SWITCHES, chunk_loss_of, has_head_of_tokens, in_mode
+from revzoo.in_place.ways import CHUNKED, SWITCHES, TILES, chunk_loss_of, has_head_of_tokens, in_mode
 from revzoo.inplace_abn import backward
 from revzoo.model.create import create
 from revzoo.model.model import Model
@@ -58,7 +58,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {  # foreach is 
 }
 SIZES = (4, 8)  # batches that are counted; plans are made for the second
 # A loss in chunks has more of them in larger batches. Two are counted: all others add to sums of gradients as the second does.
-_CHUNKS, _CHUNKED_SIZES = 2, (16, 32)
+_CHUNKS, CHUNKED_SIZES = 2, (16, 32)
+TILED_SIZES = (16, 31, 32)  # all in eight tiles, the last two of as many examples; a tile of one example may be a view
 SHARES = (0.0, 0.2, 0.5)  # of the way from the smallest peak to that of storing: the budgets that are planned for
 _SECTIONS, _DRAWN_SIZE = 24, 32  # of a timeline, and the batch whose highest point of each is kept
 
@@ -142,15 +143,15 @@ def count_method(
     with preserve_schedules(model):
         if schedule is not None:
             model.schedule = schedule
-        return {"name": name, "modes": Counter(schedule or ())} | count_both_sizes(network, model.example_input, loss)
+        return {"name": name, "modes": Counter(schedule or ())} | count_timelines(network, model.example_input, loss)
 
 
-def count_both_sizes(
+def count_timelines(
     network: nn.Module,
     make_batch: Callable[[int], Any],
     loss: LossFunction,
     dtypes: Mapping[str, str] = DTYPES,
-    sizes: tuple[int, int] = SIZES,
+    sizes: Sequence[int] = SIZES,
 ) -> Method:
     """Return the FLOPs of a step for an example, and its timeline in each dtype by its key."""
     batches = [make_batch(size) for size in sizes]
@@ -160,11 +161,16 @@ def count_both_sizes(
 
 
 def count_chunked_loss(
-    network: nn.Module, make_batch: Callable[[int], Any], loss: LossFunction, whole: Method, dtypes: Mapping[str, str] = DTYPES
+    network: nn.Module,
+    make_batch: Callable[[int], Any],
+    loss: LossFunction,
+    whole: Method,
+    dtypes: Mapping[str, str] = DTYPES,
+    sizes: Sequence[int] = CHUNKED_SIZES,
 ) -> Iterator[Method]:
     """Yield a method with a loss in chunks, whose FLOPs are those of the whole loss; none if a chunk is dozens of texts."""
     with suppress(_FewTokensError):
-        counted = count_both_sizes(network, make_batch, loss, dtypes, _CHUNKED_SIZES)
+        counted = count_timelines(network, make_batch, loss, dtypes, sizes)
         yield counted | {"name": whole["name"] + CHUNKED, "modes": whole["modes"], "flops": whole["flops"]}
 
 
@@ -202,24 +208,31 @@ def autocast(dtype: str) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
 
 
-def fit_timeline(steps: Sequence[Changes], sizes: tuple[int, int] = SIZES) -> Timeline:
-    """Return the lines of a step that was counted in both sizes.
+def fit_timeline(steps: Sequence[Changes], sizes: Sequence[int] = SIZES) -> Timeline:
+    """Return the lines of a step that was counted in all sizes, two or `TILED_SIZES`.
 
-    `at` is a time in thousandths of the step; then `fixed + each * size` bytes are alive. The last line is that of its end.
+    `at` is a time in thousandths of the step; then `fixed + each * size` bytes are alive, of a step in tiles with
+    `tile * ceil(size / 8)`. The last line is that of its end.
     """
     # Autocast frees its casts in any order, so the steps are compared where they have just allocated something.
     grown = steps[0] > 0
-    if not np.array_equal(grown, steps[1] > 0):
-        raise UnevenStepError(f"batches of {sizes[0]} and {sizes[1]} allocate differently")
+    if not all(np.array_equal(grown, step > 0) for step in steps):
+        raise UnevenStepError(f"batches of {' and '.join(map(str, sizes))} allocate differently")
     grown[-1] = True
-    small, large = (changes.cumsum()[grown] for changes in steps)
-    each = (large - small) // (sizes[1] - sizes[0])
-    fixed = small - each * sizes[0]
+    alive = [changes.cumsum()[grown] for changes in steps]
+    cut, span = TILES if len(sizes) > 2 else 1, sizes[-1] - sizes[0]
+    each = (alive[-1] - alive[-2]) // (sizes[-1] - sizes[-2])
+    tile = (alive[-1] - alive[0] - each * span) * cut // span  # of two sizes nothing is left to it
+    fixed = alive[0] - each * sizes[0] - tile * (sizes[0] // cut)
+    at_drawn_size = fixed + each * _DRAWN_SIZE + tile * (_DRAWN_SIZE // cut)
     sections = np.array_split(np.arange(len(each)), min(_SECTIONS, len(each)))
-    drawn = {int(section[(fixed + each * _DRAWN_SIZE)[section].argmax()]) for section in sections}
-    kept = sorted(drawn | set(_find_highest(fixed, each)) | {len(each) - 1})
+    drawn = {int(section[at_drawn_size[section].argmax()]) for section in sections}
+    # Batches that miss as many examples to whole tiles have lines of the examples in a tile.
+    highest = {line for missing in range(cut) for line in _find_highest(fixed - missing * each, cut * each + tile)}
+    kept = sorted(drawn | highest | {len(each) - 1})
     at = np.flatnonzero(grown)[kept] * 1000 // len(grown)
-    return {"at": at.tolist(), "fixed": fixed[kept].tolist(), "each": each[kept].tolist()}
+    lines = {"at": at, "fixed": fixed[kept], "each": each[kept]} | ({"tile": tile[kept]} if cut > 1 else {})
+    return {key: values.tolist() for key, values in lines.items()}
 
 
 def _find_highest(fixed: Changes, each: Changes) -> Iterator[int]:

@@ -1,4 +1,5 @@
-// "What fits my card?": bytes of a training step from counted lines, fixed + each * batch, of which the highest is the peak.
+// "What fits my card?": bytes of a training step from counted lines, fixed + each * batch, of which the highest is the peak. Of
+// steps in tiles they are fixed + each * batch + tile * examples of a tile.
 "use strict";
 
 const SHARE = 0.9; // of a card's memory is used: the rest is for the driver, workspaces of kernels and fragments
@@ -6,6 +7,7 @@ const CARDS = { // [GB]
   8: "RTX 3070, 4060", 12: "RTX 3060, 4070", 16: "T4, RTX 4080", 24: "RTX 3090, 4090, L4, A10", 32: "RTX 5090, V100", 40: "A100",
   48: "A6000, L40S", 80: "A100, H100", 96: "RTX PRO 6000", 141: "H200", 192: "B200, MI300X",
 };
+const TILES = 8;
 const LARGEST_BATCH = 2 ** 20;
 const STEPS = {
   stored: { name: "store", color: "var(--stored)",
@@ -21,7 +23,9 @@ const STEPS = {
   "random signs": { name: "random signs", color: "var(--signs)",
     title: "revzoo.reversible_ that keeps one bit of every element, of a random sign, which is noise in training alone" },
 };
-for (const label of ["checkpointed", "checkpointed twin", "inverted", "random signs"]) {
+STEPS["random signs, 8 tiles"] = { name: "random signs, 8 tiles", color: "var(--signs)", dashes: "12 3",
+  title: "As random signs, every step in eight pieces, of which backward holds one: of examples, or in an MLP of tokens" };
+for (const label of ["checkpointed", "checkpointed twin", "inverted", "random signs", "random signs, 8 tiles"]) {
   const { name, color } = STEPS[label];
   const title = `As ${label}, with revzoo.chunk_loss_: head and loss a few hundred tokens at a time`;
   STEPS[`${label}, chunked loss`] = { name: `${name}, chunked loss`, color, dashes: "2 4", title };
@@ -49,7 +53,8 @@ fits.innerHTML = `
   <p class="uncounted"></p>`;
 const form = fits.querySelector("form");
 
-const listBytes = (lines, batch) => lines.fixed.map((fixed, i) => fixed + lines.each[i] * batch);
+const listBytes = (lines, batch) => lines.fixed.map(
+  (fixed, i) => fixed + lines.each[i] * batch + (lines.tile ? lines.tile[i] * Math.ceil(batch / TILES) : 0));
 
 // The peak is in forward and backward, or at the optimizer's update after it.
 function countPeak(method, { dtype, optimizer, batch }) {
@@ -93,7 +98,7 @@ function describeAnswer(name, methods, { batch, limit }) {
   const fitting = Object.entries(others).filter(([, method]) => method.peak <= limit);
   const no = `${takes}${verdict(false, `it does not fit ${card}`)}`;
   if (fitting.length) {
-    const [label, { flops }] = fitting.reduce((a, b) => (b[1].flops <= a[1].flops ? b : a));
+    const [label, { flops }] = fitting.reduce((a, b) => (b[1].flops < a[1].flops ? b : a));
     return `${no}; ${verdict(true, `${label} it does`)}, at ${(flops / stored.flops).toFixed(2)} of the work.`;
   }
   const [label, { largest }] = Object.entries(methods).reduce((a, b) => (b[1].largest > a[1].largest ? b : a));

@@ -201,6 +201,7 @@ class Arguments(NamedTuple):
         dtype: of the state that the block is given.
         returned: gets what the block returns, in a first run.
         extras: what submodules have returned in an earlier step of this block, by path.
+        examples: how many the state has, or that of which this is a tile.
     """
 
     positional: tuple[Any, ...]
@@ -209,6 +210,7 @@ class Arguments(NamedTuple):
     dtype: torch.dtype
     returned: BlockOutput
     extras: dict[str, Any]
+    examples: int
 
     def cut(self, tile: Tile, x: Tensor) -> "Arguments":
         """Return those of a tile of the state x."""
@@ -293,7 +295,7 @@ class BlockStep(nn.Module):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: BlockOutput, extras: dict[str, Any]) -> Any:
         """Call the block with these arguments; see `Arguments` for the others."""
         x, key = find_state(self.block, self.name, args, kwargs)
-        arguments = Arguments(*put_state(None, key, args, kwargs), key, x.dtype, returned, extras)
+        arguments = Arguments(*put_state(None, key, args, kwargs), key, x.dtype, returned, extras, x.shape[0])
         if is_exporting():
             raise InputError(
                 f"{self.name} is a step of a reversible chain, whose older state torch.export cannot follow. Export the "
@@ -309,7 +311,7 @@ class BlockStep(nn.Module):
             self.chain.checkpoints.pass_by(self.block)
         returned = arguments.returned
         positional, keywords = put_state(state.to(arguments.dtype), arguments.key, arguments.positional, arguments.keywords)
-        with norms_in_pieces(self, state):
+        with norms_in_pieces(self, arguments.examples):
             value = self.call_block(*positional, **keywords)
         place = find_place(value, state) if self.place is None else self.place
         out = get_state(value, place)

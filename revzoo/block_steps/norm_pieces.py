@@ -20,15 +20,16 @@ from revzoo.runtime.tiles import Tile, Tiles, find_tiles
 
 
 @contextmanager
-def norms_in_pieces(step: nn.Module, state: Tensor) -> Iterator[None]:
-    """Run the RMS norms of a step in pieces inside the block, where it is to be cut along examples and has but one."""
+def norms_in_pieces(step: nn.Module, examples: int) -> Iterator[None]:
+    """Run the RMS norms of a step in pieces inside the block, where it is cut along examples and has fewer than tiles."""
     tiles = find_tiles(step)
-    if tiles is None or tiles.dim or state.shape[0] != 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    pieces = 1 if tiles is None or tiles.dim else -(-tiles.count // max(examples, 1))
+    if pieces == 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
     norms = [module for module in take_inventory(step).modules if _is_written_out(module)]
     for norm in norms:
-        norm.__dict__["forward"] = partial(_run, norm, tiles.count)
+        norm.__dict__["forward"] = partial(_run, norm, pieces)
     try:
         yield
     finally:

@@ -22,8 +22,8 @@ from revzoo.runtime.mode import Mode
 
 Way = Callable[[nn.Module], AbstractContextManager[Any]]
 
-CUT, CHUNKED = ", 8 tiles", ", chunked loss"  # the ends of names
-_TILES = 8
+TILES = 8
+CUT, CHUNKED = f", {TILES} tiles", ", chunked loss"  # the ends of names
 # How timm, Transformers and older versions of Transformers call it.
 SWITCHES = ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable")
 
@@ -39,7 +39,7 @@ def list_ways(model: nn.Module, batch: Any) -> dict[str, Way]:
     if isinstance(model, PlannableModel):
         inverted = partial(in_mode, mode=Mode.INVERT)
         ways = {"checkpointed": partial(in_mode, mode=Mode.RECOMPUTE), "inverted": inverted}
-        ways |= {"inverted" + CUT: partial(inverted, tiles=_TILES)}
+        ways |= {"inverted" + CUT: partial(inverted, tiles=TILES)}
     else:
         signs = partial(make_blocks_reversible, kept_bits=1, sign="random")
         ways = {"checkpointed": checkpoint_blocks, "reversible": make_blocks_reversible, "random signs": signs}
@@ -65,9 +65,9 @@ def _cut_blocks(model: nn.Module, batch: Any, **options: Any) -> Iterator[None]:
     try:
         given = {} if has_values else {"batch": batch, "split": ("attention", "mlp")}
         with without_packing_masks(batch):
-            reversible_(model, tiles=_TILES, **given, **options)
+            reversible_(model, tiles=TILES, **given, **options)
     except (ConversionError, UnknownNameError):
-        reversible_(model, tiles=_TILES, **options)
+        reversible_(model, tiles=TILES, **options)
     try:
         yield
     finally:

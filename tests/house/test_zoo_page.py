@@ -10,17 +10,18 @@ import torch
 from torch import nn
 
 import revzoo
-from revzoo.analysis.dry_run import compute_cross_entropy, isolated
+from revzoo.analysis.dry_run import compute_cross_entropy, compute_usual_loss, isolated
 from revzoo.analysis.step_memory import run_and_measure
-from revzoo.in_place.ways import chunk_loss_of, in_mode
+from revzoo.in_place.ways import chunk_loss_of, in_mode, list_ways
 from revzoo.inplace_abn import backward
 from revzoo.inplace_abn.layer import InPlaceABN2d
 from revzoo.runtime import chunked_loss
 from revzoo.spec import load_spec
+from tests.in_place.networks import Tanh, Toy
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-zoo, card = import_module("zoo"), import_module("zoo_card")
+zoo, card, fits = (import_module(name) for name in ("zoo", "zoo_card", "fits"))
 sys.path.pop(0)
 TABLE = zoo.read_table(ROOT / "docs" / "zoo.json")
 COMMAND = "Run `python benchmarks/zoo.py`."
@@ -29,6 +30,8 @@ COMMAND = "Run `python benchmarks/zoo.py`."
 def peak(method, dtype: str, size: int, optimizer=(0, 0)) -> int:
     lines = method[dtype]
     alive = [fixed + each * size for fixed, each in zip(lines["fixed"], lines["each"], strict=True)]
+    if "tile" in lines:
+        alive = [start + tile * -(-size // 8) for start, tile in zip(alive, lines["tile"], strict=True)]
     state, update = optimizer
     return max(*alive, alive[-1] + update) + state
 
@@ -115,3 +118,19 @@ def test_a_loss_in_chunks_takes_what_its_lines_say(monkeypatch):
         with isolated(model, model.example_input(50)) as inputs:
             counted = run_and_measure(model, inputs, loss=compute_cross_entropy).memory.peak_bytes
     assert peak(lines, "float32", 50) == counted
+
+
+def test_steps_in_tiles_take_what_their_lines_say():
+    """To the byte where a batch is cut into eight tiles, the last of which may be shorter; and about that where into five."""
+    network = fits.Network(lambda: Toy(Tanh(), Tanh()), (8, 6), "float32")
+    (lines,) = fits.count_row(network, "* tiles")["card"]["methods"]
+    assert lines["name"] == "random signs, 8 tiles"
+    with torch.device("meta"):
+        model = network.make()
+    counted = {}
+    with list_ways(model, network.make_batch(1))[lines["name"]](model):
+        for size in (5, 40, 55):
+            counted[size] = card.count_step(model, network.make_batch(size), "float32", compute_usual_loss)[0].cumsum().max()
+    taken = {size: peak(lines, "float32", size) for size in counted}
+    assert (taken[40], taken[55]) == (counted[40], counted[55])
+    assert abs(taken[5] / counted[5] - 1) < 0.03  # the bits of so small tiles fill no bytes

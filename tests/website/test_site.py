@@ -10,9 +10,13 @@ from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
 import pytest
+import timm
+import torch
 
 import revzoo
+from revzoo.analysis.dry_run import compute_usual_loss
 from revzoo.format import format_bytes
+from revzoo.in_place.ways import list_ways
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,7 +130,20 @@ def test_the_page_answers_for_well_known_networks(browse, name):
     shown = browse(f"fits.html#model={quote(name)}&batch=64&card=24")
     assert f"{name}: " in shown
     _, *methods = (method["name"] for method in WELL_KNOWN[name]["card"]["methods"] if not method["name"].startswith("plan"))
-    assert re.findall(r"</i>([a-z ,]+)<", shown) == ["stored", *methods, "planned"]
+    assert re.findall(r"</i>([a-z0-9 ,]+)<", shown) == ["stored", *methods, "planned"]
+
+
+@pytest.mark.parametrize("batch", [40, 57])  # 57 is cut into seven tiles of eight examples and one of one
+def test_the_page_counts_steps_in_tiles(browse, batch):
+    name, row = "ViT-B/16", "random signs, 8 tiles"
+    with torch.device("meta"):
+        model = timm.create_model("vit_base_patch16_224")
+        images = torch.zeros(batch, 3, 224, 224)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    with list_ways(model, images[:1])[row](model):
+        counted = revzoo.measure_memory(model, images, sgd, loss=compute_usual_loss).peak_bytes
+    shown = browse(f"fits.html#model={quote(name)}&batch={batch}&optimizer=SGD")
+    assert re.findall(rf"</i>{row}</td><td>(.*?)</td>", shown) == [format_bytes(counted)]
 
 
 def test_language_models_have_a_loss_in_chunks():
