@@ -281,7 +281,7 @@ def describe_reversible_accuracy(part: dict[str, Any]) -> Iterator[str]:
     setting, seeds = part["setting"], {run["seed"] for run in part["runs"]}
     train, test = setting["texts"]
     agreement = min(run["agreement"] for run in part["runs"] if "agreement" in run)
-    machines = " and ".join(sorted({describe_machine(run) for run in part["runs"]}))
+    machines = " and ".join(sorted({describe_machine(part | run) for run in part["runs"]}))
     yield from wrap(
         f"MiniLM learns in which of {len(setting['sections'])} sections of Debian a package is, by its description ({train} "
         f"for training, {test} for testing, {setting['updates']} updates of {setting['batch']}): all weights, or LoRA matrices "
@@ -299,15 +299,16 @@ def describe_random_signs(tasks: dict[str, Any]) -> Iterator[str]:
     for name, task in tasks.items():
         unit, digits = ("test top-1 [%]", 2) if task["score"] == "top1" else ("test loss", 3)
         original, *others = task["summary"]
-        cells = [f"{original['mean']:.{digits}f} ± {original['deviation']:.{digits}f}"]
+        cells = [f"{name}, {unit}, {len(original['accuracies'])} seeds"]
+        cells += [f"{original['mean']:.{digits}f} ± {original['deviation']:.{digits}f}"]
         cells += [f"{row['difference']:+.{digits}f} ± {row['difference_error']:.{digits}f}" for row in others]
-        yield f"| {' | '.join([f'{name}, {unit}', *cells])} |"
+        yield f"| {' | '.join(cells)} |"
     yield ""
-    seeds, antibodies = len(tasks["digits"]["summary"][0]["accuracies"]), tasks["antibodies"]
+    antibodies = tasks["antibodies"]
     updates = {name: task["runs"][0]["updates"] for name, task in tasks.items()}
     (train, test), size = (antibodies["setting"][key] for key in ("sequences", "batch"))
     yield from wrap(
-        f"Random signs from scratch and in fine-tuning: mean and deviation of the ordinary network over {seeds} seeds, and the "
+        "Random signs from scratch and in fine-tuning: mean and deviation of the ordinary network over seeds, and the "
         "others' mean difference from it with its standard error; losses in nats of a byte or token, less is better. Digits: "
         f"`rev_vit_digits`, 12 steps, {updates['digits']} updates by its recipe. Text: `rev_gpt_mini`, 8 steps, windows of 128 "
         f"bytes, {updates['text']} updates by the recipe `lm`. Antibodies: IgLM-S, a GPT-2 of 3 blocks from the package iglm, "
