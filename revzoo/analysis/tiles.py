@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from revzoo.analysis.chains import Chain, find_chains
+from revzoo.analysis.chains import Chain, assign_tiles, find_chains, read_tiles
 from revzoo.analysis.dry_run import LossFunction, call, isolated
 from revzoo.analysis.flops import FEW_FLOPS, FlopCounter
 from revzoo.analysis.report import MemoryReport
@@ -38,7 +38,7 @@ def choose_tiles(model: nn.Module, batch: Any, *, loss: LossFunction | None = No
     kinds = list(_group_steps(model).values())
     if not kinds:
         raise InputError(f"Reversible steps are cut into tiles, and this {type(model).__name__} has none.")
-    before = [(chain, chain.tiles) for kind in kinds for chain, _ in kind]
+    before = read_tiles(model)
     try:
         _cut(kinds, 1)
         with FlopCounter() as flops:
@@ -64,8 +64,7 @@ def choose_tiles(model: nn.Module, batch: Any, *, loss: LossFunction | None = No
                 fewer //= 2
             _cut([kind], fewer)
     except BaseException:
-        for chain, numbers in before:
-            chain.tiles = numbers
+        assign_tiles(model, before)
         raise
 
 

@@ -43,9 +43,10 @@ def _is_written_out(module: nn.Module) -> bool:
     return not module._modules and "forward" not in module.__dict__
 
 
-def _run(norm: nn.Module, count: int, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs or x.dim() < 2:
-        return type(norm).forward(norm, x, *args, **kwargs)
+def _run(norm: nn.Module, count: int, *args: Any, **kwargs: Any) -> Any:
+    if kwargs or len(args) != 1 or args[0].dim() < 2:  # it is given more than a state
+        return type(norm).forward(norm, *args, **kwargs)
+    (x,) = args
     dim = max(range(x.dim() - 1), key=x.shape.__getitem__)
     return _InPieces.apply(norm, Tiles(count, dim).cut(x), x, *norm.parameters())
 
@@ -63,20 +64,18 @@ class _InPieces(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, *parameters), (needs_x, *needed) = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        asked = [p for p, needs in zip(parameters, needed, strict=True) if needs]
-        pieces, sums = list[Tensor](), [torch.zeros_like(p) for p in asked]
+        sums = {i: torch.zeros_like(parameters[i]) for i, needs in enumerate(needed) if needs}
+        asked = [parameters[i] for i in sums]
+        pieces = list[Tensor]()
         for tile in ctx.tiles:
             piece = tile.of(x).detach().requires_grad_(needs_x)
             with torch.enable_grad(), _as_in_forward(ctx.norm, parameters, ctx.settings):
                 out = type(ctx.norm).forward(ctx.norm, piece)
-            (*of_piece,) = torch.autograd.grad(out, [piece, *asked] if needs_x else asked, tile.of(grads[0]))
-            if needs_x:
-                pieces.append(of_piece.pop(0))
-            for total, gradient in zip(sums, of_piece, strict=True):
+            gradients = torch.autograd.grad(out, [*asked, piece] if needs_x else asked, tile.of(grads[0]))
+            pieces += gradients[len(asked) :]
+            for total, gradient in zip(sums.values(), gradients[: len(asked)], strict=True):
                 total += gradient
-        found = iter(sums)
-        whole = torch.cat(pieces, ctx.tiles[0].dim) if needs_x else None
-        return None, None, whole, *(next(found) if needs else None for needs in needed)
+        return None, None, torch.cat(pieces, ctx.tiles[0].dim) if needs_x else None, *map(sums.get, range(len(parameters)))
 
 
 @contextmanager

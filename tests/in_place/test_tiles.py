@@ -133,6 +133,15 @@ def test_the_norms_of_one_text_are_run_in_pieces(trained, monkeypatch):
         torch.testing.assert_close(gradients[1][name], whole, rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
 
 
+def test_norms_that_are_called_by_keyword_are_run_whole(monkeypatch):
+    call = LlamaRMSNorm.__call__
+    monkeypatch.setattr(LlamaRMSNorm, "__call__", lambda norm, x: call(norm, hidden_states=x))
+    model, ids = llama(2), IDS[:1]
+    revzoo.reversible_(model, batch={"input_ids": ids}, split=SPLIT, tiles=8, **ONE_BIT)
+    gradients, _ = train_step(model, {"input_ids": ids, "labels": ids})
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
 def test_of_the_norms_of_one_text_one_piece_is_alive(monkeypatch):
     length, width = 256, 128
     config = transformers.LlamaConfig(
