@@ -34,7 +34,8 @@ from revzoo.block_steps.conventions import (
     put_state,
     replace_state,
 )
-from revzoo.block_steps.norm_pieces import norms_in_pieces
+from revzoo.block_steps.head_groups import HeadGroup
+from revzoo.block_steps.norm_pieces import cut_next_norms, norms_in_pieces
 from revzoo.block_steps.state_grid import StateGrid, warn_of_lost_rows
 from revzoo.device import can_read_now
 from revzoo.dtype import HALF
@@ -202,6 +203,7 @@ class Arguments(NamedTuple):
         returned: gets what the block returns, in a first run.
         extras: what submodules have returned in an earlier step of this block, by path.
         examples: how many the state has, or that of which this is a tile.
+        group: the heads that run; None for all.
     """
 
     positional: tuple[Any, ...]
@@ -211,6 +213,7 @@ class Arguments(NamedTuple):
     returned: BlockOutput
     extras: dict[str, Any]
     examples: int
+    group: HeadGroup | None = None
 
     def cut(self, tile: Tile, x: Tensor) -> "Arguments":
         """Return those of a tile of the state x."""
@@ -310,8 +313,9 @@ class BlockStep(nn.Module):
         if is_checkpointed(self.block):  # switched on since forward, or the owner was not called as a module
             self.chain.checkpoints.pass_by(self.block)
         returned = arguments.returned
-        positional, keywords = put_state(state.to(arguments.dtype), arguments.key, arguments.positional, arguments.keywords)
-        with norms_in_pieces(self, arguments.examples):
+        x = state.to(arguments.dtype)
+        positional, keywords = put_state(x, arguments.key, arguments.positional, arguments.keywords)
+        with norms_in_pieces(self, arguments.examples, state, x):
             value = self.call_block(*positional, **keywords)
         place = find_place(value, state) if self.place is None else self.place
         out = get_state(value, place)
@@ -363,6 +367,8 @@ class BlockStep(nn.Module):
         is_last = self.index + 1 == len(self.chain._schedule)
         if is_last:
             begin_call(self.chain.end, pair[1:], pair)
+            if (tiles := find_tiles(self)) is not None:
+                cut_next_norms(self.chain.owner, -(-tiles.count // max(x.shape[0], 1)))
         y = pair[1].to(cast(torch.dtype, arguments.returned.dtype))
         if not is_last:
             note_position(y, Position(self.chain, pair[0], None if y is pair[1] else pair[1], segment, grid, round))

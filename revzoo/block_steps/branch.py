@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from revzoo.block_steps.block_chain import Arguments, BlockChain, BlockOutput, BlockStep
 from revzoo.block_steps.conventions import find_state, get_state, put_state, replace_state
+from revzoo.block_steps.head_groups import HeadGroup, can_be_cut, only_heads
 from revzoo.errors import InputError
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.ownership import ModuleReference
@@ -37,11 +38,13 @@ class Branch:
         parts: the submodules that compute it.
         silent: those that its step does not run, each with what it returns instead (None in place of the state).
         needed: those of them that must be called: a block that does not call them has computed their branch in another way.
+        groups: into how many groups of heads its attention can be put at most, where all it does is to add one.
     """
 
     parts: tuple[str, ...]
     silent: Mapping[str, Any]
     needed: tuple[str, ...] = ()
+    groups: int = 1
 
 
 class BranchStep(BlockStep):
@@ -84,15 +87,28 @@ class BranchStep(BlockStep):
         extras, first.extras = first.extras, {}  # the graph holds it
         return self.following.run(*put_state(state, key, args, kwargs), BlockOutput(), extras)
 
+    def cut_terms(self, arguments: Arguments, count: int) -> list[Arguments]:
+        """Return the side inputs of terms whose sum is f(x) - x, at most count of them: an attention's groups of heads."""
+        groups = next(n for n in range(min(count, self.branch.groups), 0, -1) if self.branch.groups % n == 0)
+        if groups == 1 or not can_be_cut(self.block.get_submodule(self.branch.parts[0])):
+            return []
+        return [arguments._replace(group=HeadGroup(i, groups)) for i in range(groups)]
+
     def forward(self, state: Tensor, arguments: Arguments) -> Tensor:
-        """Return f(w[k]): what the block returns in place of the state, if all that the other step runs returns zeros."""
-        returned = arguments.returned
+        """Return f(w[k]): what the block returns in place of the state, if all that the other step runs returns zeros.
+
+        Of a group of heads, it is what the attention returns.
+        """
+        returned, group = arguments.returned, arguments.group
         is_first_run = returned.dtype is None
-        with silence(self.block, self.branch, self.name, arguments.dtype, arguments.extras) as seen:
+        ends_early = group is not None and not is_first_run
+        with silence(
+            self.block, self.branch, self.name, arguments.dtype, arguments.extras, group=group, ends_early=ends_early
+        ) as scope:
             out = super().forward(state, arguments)
         if is_first_run and self.following is not None:
-            returned.extras = leave_out_unreturned(seen, returned.value)
-        return out
+            returned.extras = leave_out_unreturned(scope.returned, returned.value)
+        return out if group is None else cast(Tensor, scope.state)
 
 
 def leave_out_unreturned(seen: dict[str, Any], value: Any) -> dict[str, Any]:
@@ -102,25 +118,35 @@ def leave_out_unreturned(seen: dict[str, Any], value: Any) -> dict[str, Any]:
 
 
 @dataclass
-class _Scope:
+class Scope:
     """What is silenced.
 
     Args:
         returns: what each silenced module returns besides the state.
         watched: the modules that run and whose results are noted, with their paths.
         dtype: of the zeros.
+        group: the heads that run; None for all.
+        ends_early: whether the block's run ends with the branch's, before the sum.
         called: the silenced modules that have been called.
         returned: what the watched modules have returned besides the state, by path.
+        state: what the latest of them has returned as the state.
     """
 
     returns: dict[nn.Module, Any]
     watched: dict[nn.Module, str]
     dtype: torch.dtype
+    group: HeadGroup | None
+    ends_early: bool
     called: set[nn.Module] = field(default_factory=set)
     returned: dict[str, Any] = field(default_factory=dict)
+    state: Any = None
 
 
-_scope: ContextVar[_Scope | None] = ContextVar("silenced", default=None)
+class _BranchEnded(BaseException):  # no error
+    pass
+
+
+_scope: ContextVar[Scope | None] = ContextVar("silenced", default=None)
 
 
 class _Switch:
@@ -136,17 +162,30 @@ class _Switch:
             scope.called.add(module)
             return replace_state(scope.returns[module], _make_zeros(args, kwargs, scope.dtype))
         own_call = partial(type(module)._call_impl, module) if self.own_call is None else self.own_call
-        value = own_call(*args, **kwargs)
-        if scope is not None and (path := scope.watched.get(module)) is not None:
-            scope.returned[path] = replace_state(value, None)
+        path = None if scope is None else scope.watched.get(module)
+        if scope is None or path is None:
+            return own_call(*args, **kwargs)
+        with only_heads(module, scope.group):
+            value = own_call(*args, **kwargs)
+        scope.returned[path], scope.state = replace_state(value, None), get_state(value)
+        if scope.ends_early:
+            raise _BranchEnded
+        if scope.group is not None:
+            torch.set_grad_enabled(False)  # until `silence` ends: what comes after is not recorded, and does not run again
         return value
 
 
 @contextmanager
 def silence(
-    block: nn.Module, branch: Branch, name: str, dtype: torch.dtype, returns: Mapping[str, Any] | None = None
-) -> Iterator[dict[str, Any]]:
-    """Silence what one step of a block does not run; yield what the parts of its branch return, without the state.
+    block: nn.Module,
+    branch: Branch,
+    name: str,
+    dtype: torch.dtype,
+    returns: Mapping[str, Any] | None = None,
+    group: HeadGroup | None = None,
+    ends_early: bool = False,
+) -> Iterator[Scope]:
+    """Silence what one step of a block does not run; yield what is noted of its run.
 
     Args:
         block: the block. Its submodules are looked up again in every call: adapters may have replaced them.
@@ -154,18 +193,23 @@ def silence(
         name: of the step, for messages.
         dtype: of the zeros.
         returns: what silenced submodules return in place of what `branch` says, by path.
+        group: the heads that run; None for all.
+        ends_early: whether the block's run, and the context, end with the branch's, before the sum.
     Raises:
         InputError: a submodule is compiled, or has not been called in a run that came to its end.
     """
     silenced = {block.get_submodule(path): (returns or {}).get(path, value) for path, value in branch.silent.items()}
-    scope = _Scope(silenced, {block.get_submodule(path): path for path in branch.parts}, dtype)
+    scope = Scope(silenced, {block.get_submodule(path): path for path in branch.parts}, dtype, group, ends_early)
     for module in (*scope.returns, *scope.watched):
         _install(module, name)
-    token = _scope.set(scope)
+    token, is_enabled = _scope.set(scope), torch.is_grad_enabled()
     try:
-        yield scope.returned
+        yield scope
+    except _BranchEnded:
+        return
     finally:
         _scope.reset(token)
+        torch.set_grad_enabled(is_enabled)
     if missed := [path for path in branch.needed if block.get_submodule(path) not in scope.called]:
         raise InputError(
             f"{name} runs its block without {missed[0]}, but the block now computes without calling that submodule, so both "

@@ -20,8 +20,15 @@ from revzoo.runtime.tiles import Tile, Tiles, find_tiles
 
 
 @contextmanager
-def norms_in_pieces(step: nn.Module, examples: int) -> Iterator[None]:
-    """Run the RMS norms of a step in pieces inside the block, where it is cut along examples and has fewer than tiles."""
+def norms_in_pieces(step: nn.Module, examples: int, state: Tensor, x: Tensor) -> Iterator[None]:
+    """Run the RMS norms of a step in pieces inside the block, where it is cut along examples and has fewer than tiles.
+
+    Args:
+        step: the step.
+        examples: how many its state has.
+        state: its state.
+        x: the same in the dtype that the block is given. A norm of it keeps the state, which is there anyway.
+    """
     tiles = find_tiles(step)
     pieces = 1 if tiles is None or tiles.dim else -(-tiles.count // max(examples, 1))
     if pieces == 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -29,12 +36,26 @@ def norms_in_pieces(step: nn.Module, examples: int) -> Iterator[None]:
         return
     norms = [module for module in take_inventory(step).modules if _is_written_out(module)]
     for norm in norms:
-        norm.__dict__["forward"] = partial(_run, norm, pieces)
+        norm.__dict__["forward"] = partial(_run, norm, pieces, state, x)
     try:
         yield
     finally:
         for norm in norms:
             del norm.__dict__["forward"]
+
+
+def cut_next_norms(owner: nn.Module | None, pieces: int) -> None:
+    """Run the next call of the RMS norms beside a list of blocks in pieces: one of them comes after the last block."""
+    if owner is not None and pieces > 1 and torch.is_grad_enabled():
+        for norm in filter(_is_written_out, owner.children()):
+            norm.__dict__["forward"] = partial(_run_once, norm, pieces)
+
+
+def _run_once(norm: nn.Module, pieces: int, *args: Any, **kwargs: Any) -> Any:
+    del norm.__dict__["forward"]
+    if torch.compiler.is_compiling():
+        return norm.forward(*args, **kwargs)
+    return _run(norm, pieces, None, None, *args, **kwargs)
 
 
 def _is_written_out(module: nn.Module) -> bool:
@@ -43,39 +64,43 @@ def _is_written_out(module: nn.Module) -> bool:
     return not module._modules and "forward" not in module.__dict__
 
 
-def _run(norm: nn.Module, count: int, *args: Any, **kwargs: Any) -> Any:
+def _run(norm: nn.Module, count: int, state: Tensor | None, of_state: Tensor | None, *args: Any, **kwargs: Any) -> Any:
     if kwargs or len(args) != 1 or args[0].dim() < 2:  # it is given more than a state
         return type(norm).forward(norm, *args, **kwargs)
     (x,) = args
     dim = max(range(x.dim() - 1), key=x.shape.__getitem__)
-    return _InPieces.apply(norm, Tiles(count, dim).cut(x), x, *norm.parameters())
+    return _InPieces.apply(norm, Tiles(count, dim).cut(x), x.dtype, state if x is of_state else x, *norm.parameters())
 
 
 class _InPieces(torch.autograd.Function):
     """Return what a norm returns, of one piece after the other; keep its input and its parameters."""
 
     @staticmethod
-    def forward(ctx: Any, norm: nn.Module, tiles: list[Tile], x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.norm, ctx.tiles, ctx.settings = norm, tiles, Settings(x.device)
+    def forward(ctx: Any, norm: nn.Module, tiles: list[Tile], dtype: torch.dtype, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.norm, ctx.tiles, ctx.dtype, ctx.settings = norm, tiles, dtype, Settings(x.device)
         ctx.save_for_backward(x, *parameters)
-        return torch.cat([type(norm).forward(norm, tile.of(x)) for tile in tiles], tiles[0].dim)
+        out = torch.empty_like(x, dtype=dtype)
+        for tile in tiles:
+            tile.of(out).copy_(type(norm).forward(norm, tile.of(x).to(dtype)))
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x, *parameters), (needs_x, *needed) = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        (x, *parameters), (needs_x, *needed) = ctx.saved_tensors, ctx.needs_input_grad[3:]
         sums = {i: torch.zeros_like(parameters[i]) for i, needs in enumerate(needed) if needs}
         asked = [parameters[i] for i in sums]
-        pieces = list[Tensor]()
+        whole = torch.empty_like(x) if needs_x else None
         for tile in ctx.tiles:
             piece = tile.of(x).detach().requires_grad_(needs_x)
             with torch.enable_grad(), _as_in_forward(ctx.norm, parameters, ctx.settings):
-                out = type(ctx.norm).forward(ctx.norm, piece)
+                out = type(ctx.norm).forward(ctx.norm, piece.to(ctx.dtype))
             gradients = torch.autograd.grad(out, [*asked, piece] if needs_x else asked, tile.of(grads[0]))
-            pieces += gradients[len(asked) :]
+            if whole is not None:
+                tile.of(whole).copy_(gradients[-1])
             for total, gradient in zip(sums.values(), gradients[: len(asked)], strict=True):
                 total += gradient
-        return None, None, torch.cat(pieces, ctx.tiles[0].dim) if needs_x else None, *map(sums.get, range(len(parameters)))
+        return None, None, None, whole, *map(sums.get, range(len(parameters)))
 
 
 @contextmanager

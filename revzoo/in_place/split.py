@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from revzoo.analysis.dry_run import preserve_random_streams
 from revzoo.block_steps.branch import Branch, leave_out_unreturned, silence
 from revzoo.block_steps.conventions import find_state, get_state, leave_out_caches, put_state
+from revzoo.block_steps.head_groups import HeadGroup, can_be_cut, count_groups
 from revzoo.device import has_value
 from revzoo.errors import ConversionError, UnknownNameError, join_names
 from revzoo.in_place.block_lists import BlockLists
@@ -160,9 +161,9 @@ class _Trial:
         rest = list(_find_rest(self._block, "", {*first, *second}))
         watched = Branch((*first, *second, *rest), {})
         self._block.eval()
-        with silence(self._block, watched, self._name, x.dtype) as returned:
+        with silence(self._block, watched, self._name, x.dtype) as scope:
             run(x)
-        returns = {path: map_tensors(lambda _: None, value) for path, value in returned.items()}
+        returns = {path: map_tensors(lambda _: None, value) for path, value in scope.returned.items()}
         branches = (
             self._make_branch(first, second, rest, returns, run, x),
             self._make_branch(second, first, rest, returns, run, x),
@@ -183,15 +184,37 @@ class _Trial:
                 f"{unknown[0]} of {self._name} does nothing on this batch, so it may belong to either of the two steps. "
                 f"{_USUAL}"
             )
-        return branches
+        counts = (self._count_groups(branch, run, x) for branch in branches)
+        return cast(Branches, tuple(replace(branch, groups=n) for branch, n in zip(branches, counts, strict=True)))
+
+    def _count_groups(self, branch: Branch, run: _Run, x: Tensor) -> int:
+        """Return into how many groups the heads of a branch can be put: 1 unless it adds an attention that is their sum."""
+        attention = self._block.get_submodule(branch.parts[0])
+        if len(branch.parts) > 1 or (count := count_groups(attention)) < 2 or not can_be_cut(attention):
+            return 1
+        few = next(n for n in range(2, count + 1) if count % n == 0)
+        x, results = x.detach().requires_grad_(), []
+        self._block.eval()
+        try:
+            for group in (None, *(HeadGroup(i, few) for i in range(few))):
+                with torch.enable_grad(), silence(self._block, branch, self._name, x.dtype, group=group) as scope:
+                    out = get_state(run(x))
+                if group is None and not _is_sum(out, x, scope.state):
+                    return 1
+                results.append(scope.state.detach())
+        except Exception:  # it wants all of its heads
+            return 1
+        whole, *terms = results
+        difference = (sum(term.double() for term in terms) - whole).norm() / whole.double().norm()
+        return 1 if has_value(whole) and float(difference) > _SPACINGS * torch.finfo(whole.dtype).eps else count
 
     def _run_branches(self, branches: Branches, run: _Run, x: Tensor) -> Any:
         """Return what the block returns when its branches run in two steps."""
         value, returned = x, dict[str, Any]()
         for branch in branches:
-            with silence(self._block, branch, self._name, x.dtype, returned) as seen:
+            with silence(self._block, branch, self._name, x.dtype, returned) as scope:
                 value = run(get_state(value))
-            returned = leave_out_unreturned(seen, value)
+            returned = leave_out_unreturned(scope.returned, value)
         return value
 
     def _read_attributes(self) -> list[Tensor]:
@@ -284,6 +307,18 @@ def _randomize(p: Tensor) -> Tensor:
         return p
     size = 0.5 if p.dim() < 2 else p[0].numel() ** -0.5
     return p + size * torch.randn_like(p)
+
+
+def _is_sum(out: Tensor, x: Tensor, term: Tensor) -> bool:
+    """Return whether out is x plus the term and nothing else, by autograd's graph."""
+    waiting, ends = [out.grad_fn], []
+    while waiting:
+        node: Any = waiting.pop()
+        if node is not term.grad_fn and node.name() == "AddBackward0" and node._saved_alpha == 1:
+            waiting += [following for following, _ in node.next_functions if following is not None]
+        else:
+            ends.append(node is term.grad_fn or getattr(node, "variable", None) is x)
+    return len(ends) == 2 and all(ends)
 
 
 def _is_alike(a: Tensor, b: Tensor) -> bool:

@@ -77,6 +77,11 @@ class Coupling:
         return self
 
     @property
+    def with_residual(self) -> "Coupling":
+        """The coupling which makes of f(w[k]) - w[k] what this one makes of f(w[k])."""
+        return replace(self, a=self.a + self.c)
+
+    @property
     def weights(self) -> tuple[Any, Any, Any]:
         """Of w[k-1], w[k] and f(w[k]): b, a and c, as numbers or for each example."""
         return self.b, self.a, self.c
@@ -147,6 +152,10 @@ class RandomSign(Coupling):
     @property
     def in_evaluation(self) -> Coupling:
         return self.ordinary
+
+    @property
+    def with_residual(self) -> Coupling:
+        return replace(self, a=self.a + self.c, ordinary=self.ordinary.with_residual)
 
     @property
     def weights(self) -> tuple[Any, Any, Any]:

@@ -5,6 +5,11 @@
 
 So backward holds the pair of states, one of which is a mixture of two until the last tile is done, their two gradients, and
 what autograd saves in one tile. The gradients of the tiles are added to that of w[k] in its own memory.
+
+Where there are fewer places than tiles are wanted, as one text has no second example, f(x) - x may be a sum of terms, such as
+the groups of an attention's heads. Then every term of a tile is such a call:
+
+    w[k+1][t] = (a + c) w[k][t] + b w[k-1][t] + c first(w[k][t]), then  w[k+1][t] += c term(w[k][t])  for every other term
 """
 
 from collections.abc import Sequence
@@ -27,29 +32,35 @@ from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.ownership import is_held_alone
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.segment import InvertedSegment, SavedInputs
-from revzoo.runtime.tiles import Tile, Tiles, cut_side
+from revzoo.runtime.tiles import Tile, Tiles, cut_side, cut_terms
 from revzoo.runtime.update import States, Step, StepUpdate, Strides, Update, get_strides, restore_strides
 from revzoo.sharded import is_sharded
 
 
 class TileUpdate(Update):
-    """One tile of a step. Between the tiles, the older state is w[k-1] before them and w[k+1] after them.
+    """One tile of a step, or a term of it. Between them, the older state is w[k-1] before and w[k+1] after each.
 
     Args:
         tile: the tile.
         updates: of the step, on pieces of the tile: sums need no whole tile at once, so where f does there are several.
-        is_last: whether it is the last tile of the step: then the two states change places.
+        last_b: the step's b, if this is the last of its updates: then the two states change places. All of them together
+            multiply errors once.
         strides: of w[k-1].
         will_be_undone: whether the step is. The tiles of others go back to nothing: nobody asks for w[k-1].
     """
 
     def __init__(
-        self, tile: Tile, updates: Sequence[tuple[Tile, StepUpdate]], is_last: bool, strides: Strides, will_be_undone: bool
+        self,
+        tile: Tile,
+        updates: Sequence[tuple[Tile, StepUpdate]],
+        last_b: float | None,
+        strides: Strides,
+        will_be_undone: bool,
     ):
-        self._tile, self._updates, self._is_last, self._strides = tile, updates, is_last, strides
+        self._tile, self._updates, self._is_last, self._strides = tile, updates, last_b is not None, strides
         self.rebuilds = will_be_undone
-        if is_last:  # all tiles together multiply errors once
-            self.b = updates[0][1].b
+        if last_b is not None:
+            self.b = last_b
 
     @property
     def lost_bits(self) -> Sequence[Tensor]:
@@ -62,7 +73,7 @@ class TileUpdate(Update):
         return self._tile.of(states[0])
 
     def fill(self, following: Tensor, previous: Tensor, current: Tensor, out: Tensor) -> None:
-        """Write this tile of w[k+1] into `following`, which may be w[k-1]."""
+        """Write this tile of the state after it into `following`, which may be the one before it, `previous`."""
         into, *terms = (self._tile.of(x) for x in (following, previous, current))
         for piece, update in self._updates:
             older, newer = (piece.of(x) for x in terms)
@@ -92,7 +103,7 @@ def _make_writable(state: Tensor, strides: Strides) -> Tensor:
 
 
 class _Sum:
-    """The gradient of w[k], to which the tiles of a step add theirs one after the other."""
+    """The gradient of w[k], to which the calls of a step add theirs one after the other."""
 
     gradient: Tensor | None = None
 
@@ -101,39 +112,57 @@ class _Cut(torch.autograd.Function):
     """Return a tensor and a tile of it; their gradients are added in the memory of `total`, which is this step's own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tile: Tile, total: _Sum) -> tuple[Tensor, Tensor]:
-        ctx.tile, ctx.total, ctx.shape = tile, total, x.shape
+    def forward(ctx: Any, x: Tensor, tile: Tile, total: _Sum, is_first: bool) -> tuple[Tensor, Tensor]:
+        ctx.tile, ctx.total, ctx.is_first, ctx.shape = tile, total, is_first, x.shape
         ctx.set_materialize_grads(False)
         return x.detach(), tile.of(x.detach())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         whole, part = grads
         if part is None:
-            return whole, None, None
+            return whole, None, None, None
         total = ctx.total
         if whole is None:
             whole = part.new_zeros(ctx.shape)
         elif whole is not total.gradient:  # others may hold it
             whole = whole.clone()
         ctx.tile.of(whole).add_(part)
-        total.gradient = whole if ctx.tile.start else None
-        return whole, None, None
+        total.gradient = None if ctx.is_first else whole
+        return whole, None, None, None
+
+
+class _StandIn(torch.autograd.Function):
+    """Return a tensor of the same shape without memory, whose gradient is that of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_empty(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 class _Join(torch.autograd.Function):
-    """Return w[k+1], computed elsewhere; its gradient goes to w[k-1], w[k] and what f has returned for every tile."""
+    """Return w[k+1], computed elsewhere; its gradient goes to w[k-1], w[k] and what f has returned in every call.
+
+    Args:
+        tiles: of the calls.
+        terms: w[k-1], w[k], and what stands for what f has returned.
+    """
 
     @staticmethod
     def forward(ctx: Any, following: Tensor, tiles: Sequence[Tile], coupling: Coupling, *terms: Tensor) -> Tensor:
-        ctx.tiles, ctx.coupling = tiles, coupling
+        ctx.tiles, ctx.coupling, ctx.dtype = tiles, coupling, terms[-1].dtype
         return following.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (b, a, c) = grads, ctx.coupling.weights
-        changes = [scale_gradient(tile.of(grad), c) for tile in ctx.tiles]
-        return None, None, None, scale_gradient(grad, b), scale_gradient(grad, a), *changes
+        # Terms of one tile share theirs, in the dtype that autograd would make of it for each.
+        changes = {tile: cast(Tensor, scale_gradient(tile.of(grad), c)).to(ctx.dtype) for tile in dict.fromkeys(ctx.tiles)}
+        return None, None, None, scale_gradient(grad, b), scale_gradient(grad, a), *map(changes.get, ctx.tiles)
 
 
 def run_tiles(
@@ -154,32 +183,40 @@ def run_tiles(
     tiles = _cut_states(step, coupling, pair, forward.side)
     previous, current = pair
     strides, inventory, total = get_strides(previous), take_inventory(step.f), _Sum()
+    pieces = -(-cast(Tiles, step.tiles).count // len(tiles))
+    terms = cut_terms(step.f, forward.side, pieces)
+    coupling, of_others = (coupling.with_residual, Coupling(0.0, 1.0, coupling.c)) if terms else (coupling, coupling)
+    calls = [(tile, i, side) for tile in tiles for i, side in enumerate(terms or [forward.side])]
     outs: list[Tensor] = []
     begin_call(step.f, pair[1:], pair)
     following = torch.empty_like(previous, requires_grad=False)
-    for tile in tiles:
-        current, x = _Cut.apply(current, tile, total)
-        older, of_tile = tile.of(previous.detach()), _cut_coupling(coupling, tile)
+    for tile, i, side in calls:
+        current, x = _Cut.apply(current, tile, total, not outs)
+        before, used = (following, of_others) if i else (previous, _cut_coupling(coupling, tile))
+        older, is_last = tile.of(before.detach()), len(outs) + 1 == len(calls)
         updates = [
-            (piece, StepUpdate(_cut_coupling(of_tile, piece), forward.grid, piece.of(older), will_be_undone))
-            for piece in _cut_further(older, x, -(-cast(Tiles, step.tiles).count // len(tiles)), tile.dim)
+            (piece, StepUpdate(_cut_coupling(used, piece), forward.grid, piece.of(older), will_be_undone))
+            for piece in _cut_further(older, x, pieces, tile.dim)
         ]
-        update = TileUpdate(tile, updates, tile is tiles[-1], strides, will_be_undone)
-        call, recoverer, side = None, None, cut_side(forward.side, tile, current)
+        update = TileUpdate(tile, updates, coupling.b if is_last else None, strides, will_be_undone)
+        call, recoverer, of_tile = None, None, cut_side(side, tile, current)
         if step.mode.drops:
-            own = forward if side is forward.side else forward.with_side(side)
+            own = forward if of_tile is forward.side else forward.with_side(of_tile)
             selective, watched = step.mode.is_selective, not will_be_undone
             call = RecordedCall(step.f, step.name, own, selective=selective, watched=watched, inventory=inventory)
             recoverer = segment if segment is not None else SavedInputs((x,), forward.round)
-        out = call_once(step, (older, x), side, call, recoverer)
-        with torch.no_grad():
-            update.fill(following, previous, current, out)
+        out = call_once(step, (older, x), of_tile, call, recoverer)
         if segment is not None:
-            segment.append(update, call, (older, x))
-        outs.append(out)
+            segment.append(update, call, (older, x))  # it may remember what is written over next
+        with torch.no_grad():
+            update.fill(following, before, current, out)
+        if forward.grid is not None and i + 1 < len(terms):  # the sum may be in its range though a part of it is not
+            forward.grid.watch(tile.of(following), f"in {step.name}")
+        outs.append(_StandIn.apply(out))
+        del out
     end_call(step.f, outs)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (previous, current, *outs)):
-        following = _Join.apply(following, tiles, coupling, previous, current, *outs)
+        following = _Join.apply(following, [tile for tile, *_ in calls], coupling, previous, current, *outs)
     return current, following
 
 

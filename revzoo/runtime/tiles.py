@@ -7,7 +7,7 @@ tokens, a 1x1 convolution pixels, and nearly everything without batch statistics
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -102,3 +102,8 @@ def cut_side(side: Any, tile: Tile, x: Tensor) -> Any:
     if hasattr(side, "cut"):
         return side.cut(tile, x)
     return map_tensors(lambda t: tile.of(t) if t.dim() and t.shape[0] == x.shape[0] > 1 else t, side)
+
+
+def cut_terms(f: Callable[..., Any], side: Any, count: int) -> list[Any]:
+    """Return the side inputs of terms whose sum is f(x) - x, at most count of them; none unless f has a method `cut_terms`."""
+    return cast(Any, f).cut_terms(side, count) if count > 1 and hasattr(f, "cut_terms") else []

@@ -42,7 +42,7 @@ def test_gradients_are_those_of_storing_the_same_tiles(name, split, options):
 @pytest.mark.parametrize("split", [None, SPLIT])
 def test_gradients_are_those_of_whole_blocks(split):
     gradients = []
-    for tiles in (1, 3):
+    for tiles in (1, 2):  # with more tiles than texts the heads are added up on the grid
         torch.manual_seed(0)
         model = llama(4).double()
         model.config._attn_implementation = "eager"
@@ -126,8 +126,7 @@ def test_the_norms_of_one_text_are_run_in_pieces(trained, monkeypatch):
         revzoo.reversible_(model, batch={"input_ids": ids}, split=SPLIT, tiles=tiles, **ONE_BIT)
         lengths.clear()
         gradients.append(train_step(model, {"input_ids": ids, "labels": ids})[0])
-    assert set(lengths) == {8, 64}
-    assert lengths.count(64) == 1  # the last norm's
+    assert set(lengths) == {8}  # those in blocks, and the last one
     assert gradients[0].keys() == gradients[1].keys()
     for name, whole in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], whole, rtol=1e-3, atol=1e-3 * float(whole.abs().max()))

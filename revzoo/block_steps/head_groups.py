@@ -1,0 +1,110 @@
+"""An attention as a sum over groups of its heads, which run one after the other.
+
+    attention(x) = sum over groups of  softmax(q k) v o         with the rows of q, k, v and the columns of o of its heads alone
+
+The module's own code runs, with views in the place of its projections' parameters: it has to find the number of heads in
+shapes, as that of Transformers does. What an adapter adds to a projection is cut in the same way.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+_INPUTS, _OUTPUTS = ("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "dense")
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Heads of an attention that are next to one another.
+
+    Args:
+        index: of the group.
+        count: the number of groups, all of one size.
+    """
+
+    index: int
+    count: int
+
+    def of(self, x: Tensor, dim: int) -> Tensor:
+        """Return what belongs to its heads along a dimension, as a view."""
+        size = x.shape[dim] // self.count
+        return x.narrow(dim, self.index * size, size)
+
+
+def count_groups(attention: nn.Module) -> int:
+    """Return into how many groups the heads can be put at most: as many as keys have heads; 1 where that is not known."""
+    width, rows = (getattr(x, name, None) for x, name in ((attention, "head_dim"), (_find(attention)[1], "out_features")))
+    return rows // width if isinstance(width, int) and isinstance(rows, int) else 1
+
+
+def can_be_cut(attention: nn.Module) -> bool:
+    """Return whether only its heads' results are added up, and it is known which parameters belong to which heads.
+
+    Dropout of what a projection is given may draw for each group. Elsewhere it could be dropout of the sum.
+    """
+    inside = {module for projection in _find(attention) if projection is not None for module in projection.modules()}
+    if any(isinstance(m, nn.Dropout) and m.p and m.training and m not in inside for m in attention.modules()):
+        return False
+    try:
+        _cut(attention, HeadGroup(1, 2))
+    except LookupError:
+        return False
+    return True
+
+
+@contextmanager
+def only_heads(attention: nn.Module, group: HeadGroup | None) -> Iterator[None]:
+    """Give an attention the parameters of a group of heads alone, if there is a group."""
+    views = [] if group is None else _cut(attention, group)
+    own = [(module, module._parameters) for module, _ in views]
+    for module, view in views:
+        module._parameters = cast(dict[str, Any], view)
+    try:
+        yield
+    finally:
+        for module, parameters in own:
+            module._parameters = parameters
+
+
+def _find(attention: nn.Module) -> list[nn.Module | None]:
+    """Return the projections of queries, keys and values, and that of the output."""
+    output = next((name for name in _OUTPUTS if name in attention._modules), "")
+    return [attention._modules.get(name) for name in (*_INPUTS, output)]
+
+
+def _cut(attention: nn.Module, group: HeadGroup) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
+    """Return what each module of the projections has in place of its parameters.
+
+    Raises:
+        LookupError: a projection is missing, or it is not known what of a parameter belongs to which heads.
+    """
+    views = list[tuple[nn.Module, dict[str, Tensor | None]]]()
+    for projection, cut in zip(_find(attention), (*[_cut_rows] * len(_INPUTS), _cut_columns), strict=True):
+        if projection is None:
+            raise LookupError
+        shape = getattr(projection, "out_features", None), getattr(projection, "in_features", None)
+        for module in projection.modules():
+            own = {name: p if p is None else cut(name, p, shape, group) for name, p in module._parameters.items()}
+            views.append((module, own))
+    return views
+
+
+def _cut_rows(name: str, p: Tensor, shape: tuple[Any, Any], group: HeadGroup) -> Tensor:
+    if p.shape[0] == shape[0] and p.is_floating_point():
+        return group.of(p, 0)
+    if p.dim() == 2 and p.shape[1] == shape[1]:  # the first one of two factors of low rank
+        return p
+    raise LookupError(name)
+
+
+def _cut_columns(name: str, p: Tensor, shape: tuple[Any, Any], group: HeadGroup) -> Tensor | None:
+    if p.dim() == 2 and p.shape[1] == shape[1] and p.is_floating_point():
+        return group.of(p, 1)
+    if p.dim() == 2 and p.shape[0] == shape[0]:  # the second one
+        return p
+    if name == "bias":
+        return None if group.index else p  # the sum has it once
+    raise LookupError(name)

@@ -1,0 +1,138 @@
+"""One long text in tiles: its attention is run in groups of heads, if it is their sum."""
+
+import pytest
+import torch
+import transformers
+
+import revzoo
+from revzoo.analysis.dry_run import compute_usual_loss
+from revzoo.block_steps import branch as branches
+from revzoo.block_steps.block_chain import get_step
+from revzoo.errors import RecoveryError
+from tests.in_place.networks import SPLIT, assert_equal, llama, train_step
+
+ONE_BIT = {"kept_bits": 1, "sign": "random"}
+IDS = torch.arange(64)[None] % 8
+TEXT = {"input_ids": IDS, "labels": IDS}
+
+
+def make(tiles, adapt=lambda model: model, batch=TEXT, **options):
+    torch.manual_seed(0)
+    model = adapt(llama(3, num_key_value_heads=2, **options).double())
+    revzoo.reversible_(model, batch=batch, split=SPLIT, tiles=tiles, **ONE_BIT)
+    return model
+
+
+def list_widths(model, batch=TEXT, schedule="invert"):
+    """Return the gradients of a step, and how many queries' channels each call of the second block has computed."""
+    widths = []
+    queries = next(m for name, m in model.named_modules() if name.endswith("layers.1.self_attn.q_proj"))
+    with queries.register_forward_hook(lambda _, args, out: widths.append(out.shape[-1])):
+        gradients, _ = train_step(model, batch, schedule)
+    return gradients, widths
+
+
+@pytest.mark.parametrize("texts", [1, 2])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradients_of_groups_are_those_of_storing_and_of_whole_attention(texts, biased):
+    batch = {name: x.repeat(texts, 1) for name, x in TEXT.items()}
+    model = make(4, batch=batch, attention_bias=biased)
+    stored, widths = list_widths(model, batch, "store")
+    assert widths == 2 * texts * [16]  # two heads of keys
+    inverted, widths = list_widths(model, batch)
+    assert widths == 4 * texts * [16]
+    assert_equal(inverted, stored)
+    for schedule in ("recompute", "selective"):
+        assert_equal(train_step(model, batch, schedule)[0], stored)
+    gradients = []
+    for tiles in (1, 4):
+        model = make(tiles, batch=batch, attention_bias=biased)
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.0
+        gradients.append(train_step(model, batch)[0])
+    for name, whole in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], whole, rtol=1e-5, atol=1e-8)  # each term is rounded to 2^-32
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize(("use_dora", "width"), [(False, 16), (True, 32)])
+def test_adapters_are_cut_with_the_projections_or_nothing_is(use_dora, width):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "k_proj", "o_proj"], lora_dropout=0.1, use_dora=use_dora, init_lora_weights=False
+    )
+    model = make(2, lambda model: peft.get_peft_model(model, config))
+    gradients, widths = list_widths(model)
+    assert set(widths) == {width}
+    assert {name for name in gradients if "lora_" in name} == {name for name in gradients if "base_layer" not in name}
+    assert_equal(gradients, train_step(model, TEXT, "store")[0])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_may_come_after_the_steps():
+    peft = pytest.importorskip("peft")
+    model = make(2)
+    config = peft.LoraConfig(r=2, target_modules=["v_proj", "o_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    gradients, widths = list_widths(adapted)
+    assert set(widths) == {16}
+    assert len(gradients) == 12
+    assert_equal(gradients, train_step(adapted, TEXT, "store")[0])
+
+
+def scale(model):
+    """Multiply what blocks add by a half, as Granite does."""
+    options = {name: getattr(model.config, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    config = transformers.GraniteConfig(**options, num_hidden_layers=3, num_attention_heads=4, residual_multiplier=0.5)
+    return transformers.GraniteForCausalLM(config).double()
+
+
+def change_attention(make_last):
+    """Return what adds a last layer to the attentions of a network."""
+
+    def change(model):
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            attention.last = last = make_last()
+            attention.forward = lambda *args, own=attention.forward, last=last, **kwargs: (last(own(*args, **kwargs)[0]), None)
+        return model
+
+    return change
+
+
+DROPS, SQUASHES = (change_attention(make) for make in (lambda: torch.nn.Dropout(0.1), torch.nn.Tanh))
+
+
+@pytest.mark.parametrize("change", [scale, SQUASHES, DROPS], ids=["scale", "tanh", "dropout"])
+def test_attention_that_is_no_sum_of_heads_runs_whole(change):
+    model = make(4, change)
+    gradients, widths = list_widths(model)
+    assert set(widths) == {32}
+    assert_equal(gradients, train_step(model, TEXT, "store")[0])
+
+
+def test_a_part_of_the_sum_may_not_leave_the_grid():
+    model = make(2, attention_bias=True)
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        attention.v_proj.weight.zero_()
+        attention.v_proj.bias.fill_(1.0)
+        attention.o_proj.weight[:, :16], attention.o_proj.weight[:, 16:] = 2.0**20, -(2.0**20)
+    with pytest.raises(RecoveryError, match=r"in model\.layers\.0\.attention"):
+        train_step(model, TEXT)
+
+
+def test_of_the_heads_of_one_text_one_group_is_alive(monkeypatch):
+    length, width = 256, 128
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=width, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, use_cache=False
+    )
+    peaks = []
+    for _ in range(2):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+        batch = {"input_ids": torch.arange(length)[None] % 64}
+        revzoo.reversible_(model, batch=batch, split=SPLIT, tiles=8, **ONE_BIT)
+        peaks.append(revzoo.measure_memory(model, batch, loss=compute_usual_loss).activation_bytes)
+        monkeypatch.setattr(branches, "can_be_cut", lambda _: False)
+    assert get_step(model.model.layers[0]).branch.groups == 8
+    assert peaks[1] - peaks[0] > length * width * 2 * 2
