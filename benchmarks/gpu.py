@@ -10,7 +10,7 @@
     tests       tests/gpu
     speed       a training step: host and device time, the allocator's peak and reserved bytes beside the counted ones
     graphs      steps captured in a CUDA graph: the same bits, and the time of a replay
-    llama       1.1e9 parameters: stored, checkpointed, reversible in place with 8 and 4 bits
+    llama       1.1e9 parameters: stored, checkpointed, reversible in place with 8 bits and a random one, in tiles
     cap         the largest batch in 8 GiB, with the allocator as it is and with expandable segments
     plans       three memory budgets: predicted against measured seconds and peaks
     arithmetic  what exact arithmetic, kept bits, mode "selective" and the tripwire cost

@@ -120,7 +120,14 @@ def _create(network: str, kept_bits: int | None, compiled: bool, device: str) ->
     return model
 
 
-LLAMA_METHODS: dict[str, int | None] = {"store": None, "checkpoint": None, "8 bits": 8, "4 bits": 4}  # kept bits
+_RANDOM_BIT = {"kept_bits": 1, "sign": "random"}
+LLAMA_METHODS: dict[str, dict[str, Any]] = {  # options of `revzoo.reversible_`
+    "store": {},
+    "checkpoint": {},
+    "8 bits": {"kept_bits": 8},
+    "random bit": _RANDOM_BIT,
+    "random bit, 8 tiles": _RANDOM_BIT | {"split": ("attention", "mlp"), "tiles": 8},
+}
 
 
 def make_llama(sizes: dict[str, int], method: str, shape: tuple[int, int], device: str) -> Step:
@@ -129,14 +136,14 @@ def make_llama(sizes: dict[str, int], method: str, shape: tuple[int, int], devic
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    with torch.device(device):
+    with torch.device("cpu" if "CUDA_STUB" in os.environ else device):  # the stub has no values, which the blocks are tried on
         network = LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).train()
         ids = torch.randint(sizes["vocab_size"], shape)
     if method == "checkpoint":
         enable_checkpointing(network)
-    elif (bits := LLAMA_METHODS[method]) is not None:
-        revzoo.reversible_(network, "model.layers", kept_bits=bits)
-    return Causal(network), (ids,)
+    elif options := LLAMA_METHODS[method]:
+        revzoo.reversible_(network, "model.layers", batch={"input_ids": ids[:1]} if "split" in options else None, **options)
+    return Causal(network.to(device)), (ids.to(device),)
 
 
 def make_optimizer(name: Optimizer, training: nn.Module) -> torch.optim.Optimizer:

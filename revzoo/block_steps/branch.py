@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from revzoo.block_steps.block_chain import Arguments, BlockChain, BlockOutput, BlockStep
 from revzoo.block_steps.conventions import find_state, get_state, put_state, replace_state
-from revzoo.block_steps.head_groups import HeadGroup, can_be_cut, only_heads
+from revzoo.block_steps.head_groups import MOST_GROUPS, HeadGroup, can_be_cut, only_heads
 from revzoo.errors import InputError
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.ownership import ModuleReference
@@ -89,7 +89,7 @@ class BranchStep(BlockStep):
 
     def cut_terms(self, arguments: Arguments, count: int) -> list[Arguments]:
         """Return the side inputs of terms whose sum is f(x) - x, at most count of them: an attention's groups of heads."""
-        groups = next(n for n in range(min(count, self.branch.groups), 0, -1) if self.branch.groups % n == 0)
+        groups = next(n for n in range(min(count, MOST_GROUPS), 0, -1) if self.branch.groups % n == 0)
         if groups == 1 or not can_be_cut(self.block.get_submodule(self.branch.parts[0])):
             return []
         return [arguments._replace(group=HeadGroup(i, groups)) for i in range(groups)]

@@ -39,10 +39,10 @@ def make_transformer(blocks: int, *args: Any, **options: Any) -> ReversibleChain
     return ReversibleChain(make_steps(blocks), *args, **options).to(DEVICE)
 
 
-def make_chain(mode: str = "invert", **options: Any) -> Made:
+def make_chain(mode: str = "invert", tiles: int = 1, **options: Any) -> Made:
     steps = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Dropout(0.1), nn.GELU()) for _ in range(4)]
     chain = ReversibleChain(steps, **options).to(DEVICE)
-    chain.schedule = mode
+    chain.schedule, chain.tiles = mode, tiles
     return chain, tuple(torch.randn(2, 32, 64, device=DEVICE))
 
 
@@ -51,14 +51,14 @@ def make_layers() -> Made:
     return LayerChain(*layers).to(DEVICE), (torch.randn(4, 16, 8, 8, device=DEVICE),)
 
 
-def make_llama() -> Made:
+def make_llama(**options: Any) -> Made:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=256, use_cache=False
     )
-    model = transformers.LlamaForCausalLM(config).to(DEVICE)
-    revzoo.reversible_(model)
-    return Logits(model), (torch.zeros(2, 16, dtype=torch.long, device=DEVICE),)
+    model, ids = transformers.LlamaForCausalLM(config), torch.zeros(2, 16, dtype=torch.long)
+    revzoo.reversible_(model, batch={"input_ids": ids} if options else None, **options)
+    return Logits(model.to(DEVICE)), (ids.to(DEVICE),)
 
 
 class Logits(nn.Module):
@@ -93,8 +93,10 @@ CASES: dict[str, Callable[[], Made]] = {
     "exact": lambda: make_chain(exact=True),
     "8 kept bits": lambda: make_chain(coupling=momentum(kept_bits=8, gain=1.0)),
     "look-ahead": lambda: make_chain(lookahead=1),
+    "tiles": lambda: make_chain(tiles=2),
     "layers": make_layers,
     "reversible Llama": make_llama,
+    "reversible Llama in tiles": lambda: make_llama(split=("attention", "mlp"), tiles=4, kept_bits=1, sign="random"),
     "in-place ABN": make_in_place,
     **{name: make_of_zoo(name) for name in [*FAMILIES, "rev_bert_mini"]},
 }

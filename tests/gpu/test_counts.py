@@ -43,7 +43,7 @@ def make(kind: str, blocks: int) -> nn.Module:
     if "signs" in options:
         coupling = momentum(kept_bits=1, gain=1.0, sign="random")
     chain = make_transformer(blocks, coupling, exact="exact" in options, lookahead=int("ahead" in options))
-    chain.schedule = mode
+    chain.schedule, chain.tiles = mode, 2 if "tiles" in options else 1
     return chain
 
 
@@ -81,6 +81,7 @@ KERNELS = {  # of PyTorch 2.14, in float32, and under autocast, which casts the 
     "invert exact": (12, 18),
     "invert kept": (26, 32),
     "invert kept signs": (50, 56),
+    "invert tiles": (40, 49),  # two tiles
 }
 
 
@@ -114,6 +115,7 @@ MODES = [
     "invert exact",
     "invert kept",
     "invert kept signs",
+    "invert tiles",
 ]
 
 
