@@ -101,10 +101,8 @@ class BranchStep(BlockStep):
         """
         returned, group = arguments.returned, arguments.group
         is_first_run = returned.dtype is None
-        ends_early = group is not None and not is_first_run
-        with silence(
-            self.block, self.branch, self.name, arguments.dtype, arguments.extras, group=group, ends_early=ends_early
-        ) as scope:
+        with silence(self.block, self.branch, self.name, arguments.dtype, arguments.extras) as scope:
+            scope.group, scope.ends_early = group, group is not None and not is_first_run
             out = super().forward(state, arguments)
         if is_first_run and self.following is not None:
             returned.extras = leave_out_unreturned(scope.returned, returned.value)
@@ -135,8 +133,8 @@ class Scope:
     returns: dict[nn.Module, Any]
     watched: dict[nn.Module, str]
     dtype: torch.dtype
-    group: HeadGroup | None
-    ends_early: bool
+    group: HeadGroup | None = None
+    ends_early: bool = False
     called: set[nn.Module] = field(default_factory=set)
     returned: dict[str, Any] = field(default_factory=dict)
     state: Any = None
@@ -182,8 +180,6 @@ def silence(
     name: str,
     dtype: torch.dtype,
     returns: Mapping[str, Any] | None = None,
-    group: HeadGroup | None = None,
-    ends_early: bool = False,
 ) -> Iterator[Scope]:
     """Silence what one step of a block does not run; yield what is noted of its run.
 
@@ -193,13 +189,11 @@ def silence(
         name: of the step, for messages.
         dtype: of the zeros.
         returns: what silenced submodules return in place of what `branch` says, by path.
-        group: the heads that run; None for all.
-        ends_early: whether the block's run, and the context, end with the branch's, before the sum.
     Raises:
         InputError: a submodule is compiled, or has not been called in a run that came to its end.
     """
     silenced = {block.get_submodule(path): (returns or {}).get(path, value) for path, value in branch.silent.items()}
-    scope = Scope(silenced, {block.get_submodule(path): path for path in branch.parts}, dtype, group, ends_early)
+    scope = Scope(silenced, {block.get_submodule(path): path for path in branch.parts}, dtype)
     for module in (*scope.returns, *scope.watched):
         _install(module, name)
     token, is_enabled = _scope.set(scope), torch.is_grad_enabled()

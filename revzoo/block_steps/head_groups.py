@@ -1,9 +1,12 @@
 """An attention as a sum over groups of its heads, which run one after the other.
 
-    attention(x) = sum over groups of  softmax(q k) v o         with the rows of q, k, v and the columns of o of its heads alone
+    attention(x) = sum over heads h of  softmax(q_h k_h^T / sqrt(d)) v_h o_h
 
 The module's own code runs, with views in the place of its projections' parameters: it has to find the number of heads in
-shapes, as that of Transformers does. What an adapter adds to a projection is cut in the same way.
+shapes, as that of Transformers does. A head has rows of q, k and v and columns of o, also of what adapters add to them.
+
+Cost: products as of all heads at once. What a block does before its attention runs once for each group, and each group's
+gradient of a weight is a tensor of the size of all of it.
 """
 
 from collections.abc import Iterator
@@ -13,13 +16,15 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from revzoo.sharded import is_sharded
+
 MOST_GROUPS = 4  # each normalizes all tokens again, and more groups save little: what a group keeps is small by then
 _INPUTS, _OUTPUTS = ("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "dense")
 
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Heads of an attention that are next to one another.
+    """Heads of an attention that are next to one another, with the keys and values that they share.
 
     Args:
         index: of the group.
@@ -37,18 +42,12 @@ class HeadGroup:
 
 def count_groups(attention: nn.Module) -> int:
     """Return into how many groups the heads can be put at most: as many as keys have heads; 1 where that is not known."""
-    width, rows = (getattr(x, name, None) for x, name in ((attention, "head_dim"), (_find(attention)[1], "out_features")))
+    width, rows = getattr(attention, "head_dim", None), getattr(find_projections(attention)[1], "out_features", None)
     return rows // width if isinstance(width, int) and isinstance(rows, int) else 1
 
 
 def can_be_cut(attention: nn.Module) -> bool:
-    """Return whether only its heads' results are added up, and it is known which parameters belong to which heads.
-
-    Dropout of what a projection is given may draw for each group. Elsewhere it could be dropout of the sum.
-    """
-    inside = {module for projection in _find(attention) if projection is not None for module in projection.modules()}
-    if any(isinstance(m, nn.Dropout) and m.p and m.training and m not in inside for m in attention.modules()):
-        return False
+    """Return whether it is known which parameters of the projections belong to which heads."""
     try:
         _cut(attention, HeadGroup(1, 2))
     except LookupError:
@@ -70,7 +69,7 @@ def only_heads(attention: nn.Module, group: HeadGroup | None) -> Iterator[None]:
             module._parameters = parameters
 
 
-def _find(attention: nn.Module) -> list[nn.Module | None]:
+def find_projections(attention: nn.Module) -> list[nn.Module | None]:
     """Return the projections of queries, keys and values, and that of the output."""
     output = next((name for name in _OUTPUTS if name in attention._modules), "")
     return [attention._modules.get(name) for name in (*_INPUTS, output)]
@@ -83,26 +82,28 @@ def _cut(attention: nn.Module, group: HeadGroup) -> list[tuple[nn.Module, dict[s
         LookupError: a projection is missing, or it is not known what of a parameter belongs to which heads.
     """
     views = list[tuple[nn.Module, dict[str, Tensor | None]]]()
-    for projection, cut in zip(_find(attention), (*[_cut_rows] * len(_INPUTS), _cut_columns), strict=True):
-        if projection is None:
+    for projection, cut in zip(find_projections(attention), (*[_cut_rows] * len(_INPUTS), _cut_columns), strict=True):
+        shape = getattr(projection, "out_features", 0), getattr(projection, "in_features", 0)
+        own = [] if projection is None else list(projection.parameters())
+        # Quantized weights have other shapes or are integers; of two of this shape, one is an adapter's.
+        if sum(p.shape == shape for p in own) != 1 or is_sharded(*own) or not all(p.is_floating_point() for p in own):
             raise LookupError
-        shape = getattr(projection, "out_features", None), getattr(projection, "in_features", None)
-        for module in projection.modules():
-            own = {name: p if p is None else cut(name, p, shape, group) for name, p in module._parameters.items()}
-            views.append((module, own))
+        for module in cast(nn.Module, projection).modules():
+            cuts = {name: p if p is None else cut(name, p, shape, group) for name, p in module._parameters.items()}
+            views.append((module, cuts))
     return views
 
 
-def _cut_rows(name: str, p: Tensor, shape: tuple[Any, Any], group: HeadGroup) -> Tensor:
-    if p.shape[0] == shape[0] and p.is_floating_point():
+def _cut_rows(name: str, p: Tensor, shape: tuple[int, int], group: HeadGroup) -> Tensor:
+    if p.shape[0] == shape[0]:
         return group.of(p, 0)
     if p.dim() == 2 and p.shape[1] == shape[1]:  # the first one of two factors of low rank
         return p
     raise LookupError(name)
 
 
-def _cut_columns(name: str, p: Tensor, shape: tuple[Any, Any], group: HeadGroup) -> Tensor | None:
-    if p.dim() == 2 and p.shape[1] == shape[1] and p.is_floating_point():
+def _cut_columns(name: str, p: Tensor, shape: tuple[int, int], group: HeadGroup) -> Tensor | None:
+    if p.dim() == 2 and p.shape[1] == shape[1]:
         return group.of(p, 1)
     if p.dim() == 2 and p.shape[0] == shape[0]:  # the second one
         return p

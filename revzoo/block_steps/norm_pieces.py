@@ -1,4 +1,4 @@
-"""RMS norms of one text, run piece by piece where its attention cannot be.
+"""RMS norms of long texts, run in pieces along tokens.
 
 Those of language models are written out in float32: six tensors of the state's size are alive in backward. A norm treats every
 token by itself, and its second run in backward is no product of matrices: so it keeps its input alone, and runs again on one
@@ -25,12 +25,12 @@ def norms_in_pieces(step: nn.Module, examples: int, state: Tensor, x: Tensor) ->
 
     Args:
         step: the step.
-        examples: how many its state has.
+        examples: how many its state has, or that of which this is a tile.
         state: its state.
         x: the same in the dtype that the block is given. A norm of it keeps the state, which is there anyway.
     """
     tiles = find_tiles(step)
-    pieces = 1 if tiles is None or tiles.dim else -(-tiles.count // max(examples, 1))
+    pieces = 1 if tiles is None or tiles.dim else tiles.count_pieces(examples)
     if pieces == 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
@@ -44,11 +44,19 @@ def norms_in_pieces(step: nn.Module, examples: int, state: Tensor, x: Tensor) ->
             del norm.__dict__["forward"]
 
 
-def cut_next_norms(owner: nn.Module | None, pieces: int) -> None:
-    """Run the next call of the RMS norms beside a list of blocks in pieces: one of them comes after the last block."""
-    if owner is not None and pieces > 1 and torch.is_grad_enabled():
+def cut_next_norms(step: nn.Module, owner: nn.Module | None, examples: int) -> None:
+    """Run the next call of the RMS norms beside a list of blocks in pieces: one of them may come after the last block."""
+    tiles = find_tiles(step)
+    if owner is not None and tiles is not None and tiles.count_pieces(examples) > 1 and torch.is_grad_enabled():
         for norm in filter(_is_written_out, owner.children()):
-            norm.__dict__["forward"] = partial(_run_once, norm, pieces)
+            norm.__dict__["forward"] = partial(_run_once, norm, tiles.count_pieces(examples))
+
+
+def leave_next_norms(owner: nn.Module | None) -> None:
+    """Undo `cut_next_norms` for norms that have not been called."""
+    for norm in () if owner is None else owner.children():
+        if getattr(norm.__dict__.get("forward"), "func", None) is _run_once:
+            del norm.__dict__["forward"]
 
 
 def _run_once(norm: nn.Module, pieces: int, *args: Any, **kwargs: Any) -> Any:
@@ -79,10 +87,12 @@ class _InPieces(torch.autograd.Function):
     def forward(ctx: Any, norm: nn.Module, tiles: list[Tile], dtype: torch.dtype, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.norm, ctx.tiles, ctx.dtype, ctx.settings = norm, tiles, dtype, Settings(x.device)
         ctx.save_for_backward(x, *parameters)
-        out = torch.empty_like(x, dtype=dtype)
+        out = None
         for tile in tiles:
-            tile.of(out).copy_(type(norm).forward(norm, tile.of(x).to(dtype)))
-        return out
+            piece = type(norm).forward(norm, tile.of(x).to(dtype))
+            out = torch.empty_like(x, dtype=piece.dtype) if out is None else out  # which its parameters may decide
+            tile.of(out).copy_(piece)
+        return cast(Tensor, out)
 
     @staticmethod
     @once_differentiable

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from revzoo.analysis.dry_run import preserve_random_streams
 from revzoo.block_steps.branch import Branch, leave_out_unreturned, silence
 from revzoo.block_steps.conventions import find_state, get_state, leave_out_caches, put_state
-from revzoo.block_steps.head_groups import HeadGroup, can_be_cut, count_groups
+from revzoo.block_steps.head_groups import HeadGroup, can_be_cut, count_groups, find_projections
 from revzoo.device import has_value
 from revzoo.errors import ConversionError, UnknownNameError, join_names
 from revzoo.in_place.block_lists import BlockLists
@@ -184,8 +184,8 @@ class _Trial:
                 f"{unknown[0]} of {self._name} does nothing on this batch, so it may belong to either of the two steps. "
                 f"{_USUAL}"
             )
-        counts = (self._count_groups(branch, run, x) for branch in branches)
-        return cast(Branches, tuple(replace(branch, groups=n) for branch, n in zip(branches, counts, strict=True)))
+        one, other = (replace(branch, groups=self._count_groups(branch, run, x)) for branch in branches)
+        return one, other
 
     def _count_groups(self, branch: Branch, run: _Run, x: Tensor) -> int:
         """Return into how many groups the heads of a branch can be put: 1 unless it adds an attention that is their sum."""
@@ -193,20 +193,28 @@ class _Trial:
         if len(branch.parts) > 1 or (count := count_groups(attention)) < 2 or not can_be_cut(attention):
             return 1
         few = next(n for n in range(2, count + 1) if count % n == 0)
-        x, results = x.detach().requires_grad_(), []
-        self._block.eval()
+        x, results, projected = x.detach().requires_grad_(), list[Tensor](), list[Tensor]()
+        output = cast(nn.Module, find_projections(attention)[-1])
         try:
-            for group in (None, *(HeadGroup(i, few) for i in range(few))):
-                with torch.enable_grad(), silence(self._block, branch, self._name, x.dtype, group=group) as scope:
-                    out = get_state(run(x))
-                if group is None and not _is_sum(out, x, scope.state):
-                    return 1
+            self._block.train()  # what drops in training is nothing in evaluation
+            with (
+                torch.enable_grad(),
+                silence(self._block, branch, self._name, x.dtype),
+                output.register_forward_hook(lambda _, args, out: projected.append(out)),
+            ):
+                out = get_state(run(x))
+            if not _is_sum(out, x, projected[-1]):
+                return 1
+            self._block.eval()
+            for group in (HeadGroup(0, 1), *(HeadGroup(i, few) for i in range(few))):
+                with silence(self._block, branch, self._name, x.dtype) as scope:
+                    scope.group = group
+                    run(x)
                 results.append(scope.state.detach())
         except Exception:  # it wants all of its heads
             return 1
         whole, *terms = results
-        difference = (sum(term.double() for term in terms) - whole).norm() / whole.double().norm()
-        return 1 if has_value(whole) and float(difference) > _SPACINGS * torch.finfo(whole.dtype).eps else count
+        return count if _is_alike(whole, cast(Tensor, sum(terms))) else 1
 
     def _run_branches(self, branches: Branches, run: _Run, x: Tensor) -> Any:
         """Return what the block returns when its branches run in two steps."""

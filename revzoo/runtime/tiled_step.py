@@ -24,7 +24,7 @@ from revzoo.errors import InputError
 from revzoo.runtime import seams
 from revzoo.runtime.chain_link import call_once
 from revzoo.runtime.coupling import Coupling, Pair, RandomSign
-from revzoo.runtime.exact import scale_gradient
+from revzoo.runtime.exact import attach_graph, scale_gradient
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.independence import explain_mixing, find_known_mixing
 from revzoo.runtime.inventory import take_inventory
@@ -38,13 +38,14 @@ from revzoo.sharded import is_sharded
 
 
 class TileUpdate(Update):
-    """One tile of a step, or a term of it. Between them, the older state is w[k-1] before and w[k+1] after each.
+    """One call of a step: a tile, or a term of one.
+
+    Until the last one, the older state is w[k+1] in tiles that are done, part of a sum in the present one, w[k-1] in others.
 
     Args:
         tile: the tile.
         updates: of the step, on pieces of the tile: sums need no whole tile at once, so where f does there are several.
-        last_b: the step's b, if this is the last of its updates: then the two states change places. All of them together
-            multiply errors once.
+        is_last: whether it is the last call of the step: then the two states change places.
         strides: of w[k-1].
         will_be_undone: whether the step is. The tiles of others go back to nothing: nobody asks for w[k-1].
     """
@@ -53,14 +54,12 @@ class TileUpdate(Update):
         self,
         tile: Tile,
         updates: Sequence[tuple[Tile, StepUpdate]],
-        last_b: float | None,
+        is_last: bool,
         strides: Strides,
         will_be_undone: bool,
     ):
-        self._tile, self._updates, self._is_last, self._strides = tile, updates, last_b is not None, strides
+        self._tile, self._updates, self._is_last, self._strides = tile, updates, is_last, strides
         self.rebuilds = will_be_undone
-        if last_b is not None:
-            self.b = last_b
 
     @property
     def lost_bits(self) -> Sequence[Tensor]:
@@ -132,18 +131,6 @@ class _Cut(torch.autograd.Function):
         return whole, None, None, None
 
 
-class _StandIn(torch.autograd.Function):
-    """Return a tensor of the same shape without memory, whose gradient is that of x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.new_empty(()).expand(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 class _Join(torch.autograd.Function):
     """Return w[k+1], computed elsewhere; its gradient goes to w[k-1], w[k] and what f has returned in every call.
 
@@ -183,7 +170,7 @@ def run_tiles(
     tiles = _cut_states(step, coupling, pair, forward.side)
     previous, current = pair
     strides, inventory, total = get_strides(previous), take_inventory(step.f), _Sum()
-    pieces = -(-cast(Tiles, step.tiles).count // len(tiles))
+    pieces = cast(Tiles, step.tiles).count_pieces(current.shape[tiles[0].dim])
     terms = cut_terms(step.f, forward.side, pieces)
     coupling, of_others = (coupling.with_residual, Coupling(0.0, 1.0, coupling.c)) if terms else (coupling, coupling)
     calls = [(tile, i, side) for tile in tiles for i, side in enumerate(terms or [forward.side])]
@@ -198,7 +185,9 @@ def run_tiles(
             (piece, StepUpdate(_cut_coupling(used, piece), forward.grid, piece.of(older), will_be_undone))
             for piece in _cut_further(older, x, pieces, tile.dim)
         ]
-        update = TileUpdate(tile, updates, coupling.b if is_last else None, strides, will_be_undone)
+        update = TileUpdate(tile, updates, is_last, strides, will_be_undone)
+        if is_last:
+            update.b = coupling.b  # all calls together multiply errors once
         call, recoverer, of_tile = None, None, cut_side(side, tile, current)
         if step.mode.drops:
             own = forward if of_tile is forward.side else forward.with_side(of_tile)
@@ -212,7 +201,7 @@ def run_tiles(
             update.fill(following, before, current, out)
         if forward.grid is not None and i + 1 < len(terms):  # the sum may be in its range though a part of it is not
             forward.grid.watch(tile.of(following), f"in {step.name}")
-        outs.append(_StandIn.apply(out))
+        outs.append(attach_graph(out.new_empty(()).expand(out.shape), (1.0,), out))  # without memory
         del out
     end_call(step.f, outs)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (previous, current, *outs)):

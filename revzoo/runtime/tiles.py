@@ -57,6 +57,10 @@ class Tiles:
         size = -(-length // self.count) or 1
         return [Tile(dim, start, min(size, length - start)) for start in range(0, max(length, 1), size)]
 
+    def count_pieces(self, places: int) -> int:
+        """Return into how many pieces to cut each place in other ways: several if there are fewer places than tiles."""
+        return -(-self.count // max(places, 1))
+
 
 def tiled(f: M, tiles: int, dim: int = 1) -> M:
     """Return f, marked to be run tile by tile where it is a step of a chain; with one tile, whole.

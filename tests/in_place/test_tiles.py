@@ -141,6 +141,22 @@ def test_norms_that_are_called_by_keyword_are_run_whole(monkeypatch):
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
+def test_norms_in_pieces_return_the_dtype_of_their_weights_and_leave_nothing_behind():
+    ids, dtypes = torch.arange(64)[None] % 8, set()
+    model = llama(2).to(torch.bfloat16)
+    model.model.unused = LlamaRMSNorm(32)
+    norms = [module.float() for module in model.modules() if isinstance(module, LlamaRMSNorm)]
+    for norm in norms[:-1]:
+        norm.register_forward_hook(lambda _, args, out: dtypes.add((out.dtype, type(out.grad_fn).__name__)))
+    with torch.autocast("cpu", torch.bfloat16):  # as after peft's prepare_model_for_kbit_training
+        revzoo.reversible_(model, batch={"input_ids": ids}, split=SPLIT, tiles=8, **ONE_BIT)
+        dtypes.clear()
+        train_step(model, {"input_ids": ids, "labels": ids})
+    assert dtypes == {(torch.float32, "_InPiecesBackward"), (torch.float32, "MulBackward0")}  # in an MLP's tiles they are whole
+    revzoo.ordinary_(model)
+    assert not any("forward" in norm.__dict__ for norm in norms)
+
+
 def test_of_the_norms_of_one_text_one_piece_is_alive(monkeypatch):
     length, width = 256, 128
     config = transformers.LlamaConfig(
