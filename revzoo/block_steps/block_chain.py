@@ -35,7 +35,7 @@ from revzoo.block_steps.conventions import (
     replace_state,
 )
 from revzoo.block_steps.head_groups import HeadGroup
-from revzoo.block_steps.norm_pieces import cut_next_norms, leave_next_norms, norms_in_pieces
+from revzoo.block_steps.norm_pieces import cut_next_norm, leave_next_norm, norms_in_pieces
 from revzoo.block_steps.state_grid import StateGrid, warn_of_lost_rows
 from revzoo.device import can_read_now
 from revzoo.dtype import HALF
@@ -270,7 +270,7 @@ class BlockStep(nn.Module):
         """Give the block its own `forward` back."""
         if self.index == 0:
             self.chain.checkpoints.end_watch()
-            leave_next_norms(self.chain.owner)
+            leave_next_norm(self.chain.owner)
         if self._own_forward is None:
             self.block.__dict__.pop("forward", None)
         else:
@@ -368,7 +368,7 @@ class BlockStep(nn.Module):
         is_last = self.index + 1 == len(self.chain._schedule)
         if is_last:
             begin_call(self.chain.end, pair[1:], pair)
-            cut_next_norms(self, self.chain.owner, len(x))
+            cut_next_norm(self, self.chain.owner, len(x))
         y = pair[1].to(cast(torch.dtype, arguments.returned.dtype))
         if not is_last:
             note_position(y, Position(self.chain, pair[0], None if y is pair[1] else pair[1], segment, grid, round))

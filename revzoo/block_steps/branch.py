@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from revzoo.block_steps.block_chain import Arguments, BlockChain, BlockOutput, BlockStep
 from revzoo.block_steps.conventions import find_state, get_state, put_state, replace_state
-from revzoo.block_steps.head_groups import MOST_GROUPS, HeadGroup, can_be_cut, only_heads
+from revzoo.block_steps.head_groups import HeadGroup, can_be_cut, only_heads
 from revzoo.errors import InputError
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.ownership import ModuleReference
@@ -38,7 +38,7 @@ class Branch:
         parts: the submodules that compute it.
         silent: those that its step does not run, each with what it returns instead (None in place of the state).
         needed: those of them that must be called: a block that does not call them has computed their branch in another way.
-        groups: into how many groups of heads its attention can be put at most, where all it does is to add one.
+        groups: into how many groups the heads of its attention can be put, if it is the state plus that.
     """
 
     parts: tuple[str, ...]
@@ -89,7 +89,7 @@ class BranchStep(BlockStep):
 
     def cut_terms(self, arguments: Arguments, count: int) -> list[Arguments]:
         """Return the side inputs of terms whose sum is f(x) - x, at most count of them: an attention's groups of heads."""
-        groups = next(n for n in range(min(count, MOST_GROUPS), 0, -1) if self.branch.groups % n == 0)
+        groups = max(n for n in range(1, min(count, self.branch.groups) + 1) if self.branch.groups % n == 0)
         if groups == 1 or not can_be_cut(self.block.get_submodule(self.branch.parts[0])):
             return []
         return [arguments._replace(group=HeadGroup(i, groups)) for i in range(groups)]
@@ -100,11 +100,11 @@ class BranchStep(BlockStep):
         Of a group of heads, it is what the attention returns.
         """
         returned, group = arguments.returned, arguments.group
-        is_first_run = returned.dtype is None
+        is_first_call = returned.dtype is None  # of this forward
         with silence(self.block, self.branch, self.name, arguments.dtype, arguments.extras) as scope:
-            scope.group, scope.ends_early = group, group is not None and not is_first_run
+            scope.group, scope.ends_early = group, group is not None and not is_first_call
             out = super().forward(state, arguments)
-        if is_first_run and self.following is not None:
+        if is_first_call and self.following is not None:
             returned.extras = leave_out_unreturned(scope.returned, returned.value)
         return out if group is None else cast(Tensor, scope.state)
 
@@ -117,17 +117,19 @@ def leave_out_unreturned(seen: dict[str, Any], value: Any) -> dict[str, Any]:
 
 @dataclass
 class Scope:
-    """What is silenced.
+    """One run of a block.
 
     Args:
         returns: what each silenced module returns besides the state.
         watched: the modules that run and whose results are noted, with their paths.
         dtype: of the zeros.
-        group: the heads that run; None for all.
-        ends_early: whether the block's run ends with the branch's, before the sum.
+
+    Attributes:
+        group: the heads of the attention that run; None for all, in a run that is recorded to its end.
+        ends_early: whether the run, and the context, end with a group's result.
         called: the silenced modules that have been called.
         returned: what the watched modules have returned besides the state, by path.
-        state: what the latest of them has returned as the state.
+        state: what the attention has returned, of a group.
     """
 
     returns: dict[nn.Module, Any]
@@ -165,10 +167,11 @@ class _Switch:
             return own_call(*args, **kwargs)
         with only_heads(module, scope.group):
             value = own_call(*args, **kwargs)
-        scope.returned[path], scope.state = replace_state(value, None), get_state(value)
-        if scope.ends_early:
-            raise _BranchEnded
+        scope.returned[path] = replace_state(value, None)
         if scope.group is not None:
+            scope.state = get_state(value)
+            if scope.ends_early:
+                raise _BranchEnded
             torch.set_grad_enabled(False)  # until `silence` ends: what comes after is not recorded, and does not run again
         return value
 

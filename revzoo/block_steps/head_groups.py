@@ -41,13 +41,17 @@ class HeadGroup:
 
 
 def count_groups(attention: nn.Module) -> int:
-    """Return into how many groups the heads can be put at most: as many as keys have heads; 1 where that is not known."""
+    """Return into how many groups the heads can be put: a divisor of the number of keys' heads, 1 where that is not known."""
     width, rows = getattr(attention, "head_dim", None), getattr(find_projections(attention)[1], "out_features", None)
-    return rows // width if isinstance(width, int) and isinstance(rows, int) else 1
+    heads = rows // width if isinstance(width, int) and isinstance(rows, int) else 1
+    return max(n for n in range(1, MOST_GROUPS + 1) if heads % n == 0)
 
 
 def can_be_cut(attention: nn.Module) -> bool:
-    """Return whether it is known which parameters of the projections belong to which heads."""
+    """Return whether it is known which parameters belong to which heads, and no hook sees the sum."""
+    output = find_projections(attention)[-1]
+    if output is None or attention._forward_hooks or output._forward_hooks:
+        return False
     try:
         _cut(attention, HeadGroup(1, 2))
     except LookupError:
@@ -95,17 +99,17 @@ def _cut(attention: nn.Module, group: HeadGroup) -> list[tuple[nn.Module, dict[s
 
 
 def _cut_rows(name: str, p: Tensor, shape: tuple[int, int], group: HeadGroup) -> Tensor:
-    if p.shape[0] == shape[0]:
+    if name in ("weight", "bias") and p.shape[0] == shape[0]:
         return group.of(p, 0)
-    if p.dim() == 2 and p.shape[1] == shape[1]:  # the first one of two factors of low rank
+    if name == "weight" and p.dim() == 2 and p.shape[1] == shape[1]:  # the first one of two factors of low rank
         return p
     raise LookupError(name)
 
 
 def _cut_columns(name: str, p: Tensor, shape: tuple[int, int], group: HeadGroup) -> Tensor | None:
-    if p.dim() == 2 and p.shape[1] == shape[1]:
+    if name == "weight" and p.dim() == 2 and p.shape[1] == shape[1]:
         return group.of(p, 1)
-    if p.dim() == 2 and p.shape[0] == shape[0]:  # the second one
+    if name == "weight" and p.dim() == 2 and p.shape[0] == shape[0]:  # the second one
         return p
     if name == "bias":
         return None if group.index else p  # the sum has it once

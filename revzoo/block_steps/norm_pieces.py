@@ -44,23 +44,23 @@ def norms_in_pieces(step: nn.Module, examples: int, state: Tensor, x: Tensor) ->
             del norm.__dict__["forward"]
 
 
-def cut_next_norms(step: nn.Module, owner: nn.Module | None, examples: int) -> None:
-    """Run the next call of the RMS norms beside a list of blocks in pieces: one of them may come after the last block."""
+def cut_next_norm(step: nn.Module, owner: nn.Module | None, examples: int) -> None:
+    """Run the next RMS norm beside a list of blocks in pieces, which comes after the last block."""
     tiles = find_tiles(step)
     if owner is not None and tiles is not None and tiles.count_pieces(examples) > 1 and torch.is_grad_enabled():
         for norm in filter(_is_written_out, owner.children()):
-            norm.__dict__["forward"] = partial(_run_once, norm, tiles.count_pieces(examples))
+            norm.__dict__["forward"] = partial(_run_next, owner, norm, tiles.count_pieces(examples))
 
 
-def leave_next_norms(owner: nn.Module | None) -> None:
-    """Undo `cut_next_norms` for norms that have not been called."""
+def leave_next_norm(owner: nn.Module | None) -> None:
+    """Undo `cut_next_norm`."""
     for norm in () if owner is None else owner.children():
-        if getattr(norm.__dict__.get("forward"), "func", None) is _run_once:
+        if getattr(norm.__dict__.get("forward"), "func", None) is _run_next:
             del norm.__dict__["forward"]
 
 
-def _run_once(norm: nn.Module, pieces: int, *args: Any, **kwargs: Any) -> Any:
-    del norm.__dict__["forward"]
+def _run_next(owner: nn.Module, norm: nn.Module, pieces: int, *args: Any, **kwargs: Any) -> Any:
+    leave_next_norm(owner)
     if torch.compiler.is_compiling():
         return norm.forward(*args, **kwargs)
     return _run(norm, pieces, None, None, *args, **kwargs)
@@ -73,11 +73,13 @@ def _is_written_out(module: nn.Module) -> bool:
 
 
 def _run(norm: nn.Module, count: int, state: Tensor | None, of_state: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-    if kwargs or len(args) != 1 or args[0].dim() < 2:  # it is given more than a state
-        return type(norm).forward(norm, *args, **kwargs)
-    (x,) = args
+    parameters = list(norm.parameters())
+    if kwargs or len(args) != 1 or args[0].dim() < 2 or any(p.shape != args[0].shape[-1:] for p in parameters):
+        return type(norm).forward(norm, *args, **kwargs)  # it is given more than tokens, or is not of their channels
+    x: Tensor = args[0]
     dim = max(range(x.dim() - 1), key=x.shape.__getitem__)
-    return _InPieces.apply(norm, Tiles(count, dim).cut(x), x.dtype, state if x is of_state else x, *norm.parameters())
+    kept = state if x is of_state and not x._version else x  # a block may write into what it is given
+    return _InPieces.apply(norm, Tiles(count, dim).cut(x), x.dtype, kept, *parameters)
 
 
 class _InPieces(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from revzoo.analysis.dry_run import preserve_random_streams
 from revzoo.block_steps.branch import Branch, leave_out_unreturned, silence
 from revzoo.block_steps.conventions import find_state, get_state, leave_out_caches, put_state
-from revzoo.block_steps.head_groups import HeadGroup, can_be_cut, count_groups, find_projections
+from revzoo.block_steps.head_groups import HeadGroup, can_be_cut, count_groups, find_projections, only_heads
 from revzoo.device import has_value
 from revzoo.errors import ConversionError, UnknownNameError, join_names
 from revzoo.in_place.block_lists import BlockLists
@@ -188,33 +188,42 @@ class _Trial:
         return one, other
 
     def _count_groups(self, branch: Branch, run: _Run, x: Tensor) -> int:
-        """Return into how many groups the heads of a branch can be put: 1 unless it adds an attention that is their sum."""
+        """Return into how many groups the heads of a branch can be put: 1 unless it is the state plus the sum of their results.
+
+        Groups are run with their gradients, which a checkpoint inside would not know.
+        """
         attention = self._block.get_submodule(branch.parts[0])
-        if len(branch.parts) > 1 or (count := count_groups(attention)) < 2 or not can_be_cut(attention):
+        if len(branch.parts) > 1 or (count := count_groups(attention)) == 1 or not can_be_cut(attention):
             return 1
-        few = next(n for n in range(2, count + 1) if count % n == 0)
-        x, results, projected = x.detach().requires_grad_(), list[Tensor](), list[Tensor]()
-        output = cast(nn.Module, find_projections(attention)[-1])
+        groups = [HeadGroup(i, count) for i in range(count)]
+        queries, keys, _, output = (cast(nn.Module, each) for each in find_projections(attention))
+        with torch.no_grad(), only_heads(attention, groups[0]):
+            for each in (queries, keys):  # what mixes heads, such as a norm over all of them, shows where they differ
+                cast(Tensor, each.weight).mul_(4)
+        x, projected = x.detach().requires_grad_(), list[Tensor]()
         try:
-            self._block.train()  # what drops in training is nothing in evaluation
-            with (
-                torch.enable_grad(),
-                silence(self._block, branch, self._name, x.dtype),
-                output.register_forward_hook(lambda _, args, out: projected.append(out)),
-            ):
-                out = get_state(run(x))
-            if not _is_sum(out, x, projected[-1]):
-                return 1
-            self._block.eval()
-            for group in (HeadGroup(0, 1), *(HeadGroup(i, few) for i in range(few))):
-                with silence(self._block, branch, self._name, x.dtype) as scope:
-                    scope.group = group
-                    run(x)
-                results.append(scope.state.detach())
+            for training in (True, False):
+                self._block.train(training)
+                results = list[list[Tensor]]()
+                for group in (HeadGroup(0, 1), *groups):
+                    with torch.enable_grad(), silence(self._block, branch, self._name, x.dtype) as scope:
+                        scope.group = group
+                        run(x)
+                    results.append([scope.state, *torch.autograd.grad(scope.state, x, torch.ones_like(scope.state))])
+                with (
+                    torch.enable_grad(),
+                    silence(self._block, branch, self._name, x.dtype),
+                    output.register_forward_hook(lambda _, args, out: projected.append(out)),
+                ):
+                    out = get_state(run(x))
+                if not _is_sum(out, x, projected[-1]):
+                    return 1
         except Exception:  # it wants all of its heads
             return 1
-        whole, *terms = results
-        return count if _is_alike(whole, cast(Tensor, sum(terms))) else 1
+        whole, *terms = results  # in evaluation
+        limit = min(0.05, 256 * max(torch.finfo(dtype).eps for dtype in (x.dtype, torch.float32)))  # norms are in float32
+        pairs = zip(whole, [cast(Tensor, sum(each)) for each in zip(*terms, strict=True)], strict=True)
+        return count if all(not has_value(a) or bool((a - b).norm() <= limit * a.norm()) for a, b in pairs) else 1
 
     def _run_branches(self, branches: Branches, run: _Run, x: Tensor) -> Any:
         """Return what the block returns when its branches run in two steps."""
