@@ -178,11 +178,7 @@ class _Switch:
 
 @contextmanager
 def silence(
-    block: nn.Module,
-    branch: Branch,
-    name: str,
-    dtype: torch.dtype,
-    returns: Mapping[str, Any] | None = None,
+    block: nn.Module, branch: Branch, name: str, dtype: torch.dtype, returns: Mapping[str, Any] | None = None
 ) -> Iterator[Scope]:
     """Silence what one step of a block does not run; yield what is noted of its run.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from revzoo.sharded import is_sharded
 
-MOST_GROUPS = 4  # each normalizes all tokens again, and more groups save little: what a group keeps is small by then
+_MOST_GROUPS = 4  # each normalizes all tokens again, and more groups save little: what a group keeps is small by then
 _INPUTS, _OUTPUTS = ("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "dense")
 
 
@@ -44,7 +44,7 @@ def count_groups(attention: nn.Module) -> int:
     """Return into how many groups the heads can be put: a divisor of the number of keys' heads, 1 where that is not known."""
     width, rows = getattr(attention, "head_dim", None), getattr(find_projections(attention)[1], "out_features", None)
     heads = rows // width if isinstance(width, int) and isinstance(rows, int) else 1
-    return max(n for n in range(1, MOST_GROUPS + 1) if heads % n == 0)
+    return max(n for n in range(1, _MOST_GROUPS + 1) if heads % n == 0)
 
 
 def can_be_cut(attention: nn.Module) -> bool:

@@ -47,9 +47,10 @@ def norms_in_pieces(step: nn.Module, examples: int, state: Tensor, x: Tensor) ->
 def cut_next_norm(step: nn.Module, owner: nn.Module | None, examples: int) -> None:
     """Run the next RMS norm beside a list of blocks in pieces, which comes after the last block."""
     tiles = find_tiles(step)
-    if owner is not None and tiles is not None and tiles.count_pieces(examples) > 1 and torch.is_grad_enabled():
+    pieces = 1 if tiles is None else tiles.count_pieces(examples)
+    if owner is not None and pieces > 1 and torch.is_grad_enabled():
         for norm in filter(_is_written_out, owner.children()):
-            norm.__dict__["forward"] = partial(_run_next, owner, norm, tiles.count_pieces(examples))
+            norm.__dict__["forward"] = partial(_run_next, owner, norm, pieces)
 
 
 def leave_next_norm(owner: nn.Module | None) -> None:

@@ -197,11 +197,11 @@ class _Trial:
             return 1
         groups = [HeadGroup(i, count) for i in range(count)]
         queries, keys, _, output = (cast(nn.Module, each) for each in find_projections(attention))
-        with torch.no_grad(), only_heads(attention, groups[0]):
-            for each in (queries, keys):  # what mixes heads, such as a norm over all of them, shows where they differ
-                cast(Tensor, each.weight).mul_(4)
         x, projected = x.detach().requires_grad_(), list[Tensor]()
         try:
+            with torch.no_grad(), only_heads(attention, groups[0]):
+                for each in (queries, keys):  # what mixes heads, such as a norm over all of them, shows where they differ
+                    cast(Tensor, each.weight).mul_(4)
             for training in (True, False):
                 self._block.train(training)
                 results = list[list[Tensor]]()

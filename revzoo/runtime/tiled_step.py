@@ -51,12 +51,7 @@ class TileUpdate(Update):
     """
 
     def __init__(
-        self,
-        tile: Tile,
-        updates: Sequence[tuple[Tile, StepUpdate]],
-        is_last: bool,
-        strides: Strides,
-        will_be_undone: bool,
+        self, tile: Tile, updates: Sequence[tuple[Tile, StepUpdate]], is_last: bool, strides: Strides, will_be_undone: bool
     ):
         self._tile, self._updates, self._is_last, self._strides = tile, updates, is_last, strides
         self.rebuilds = will_be_undone

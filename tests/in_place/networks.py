@@ -5,11 +5,14 @@ import torch
 import transformers
 from torch import nn
 
+import revzoo
 from revzoo.analysis.chains import find_block_chains
+from revzoo.analysis.dry_run import compute_usual_loss
 from revzoo.runtime import LiveBytes
 from revzoo.runtime.nested import tensors_in
 
 SPLIT = ("attention", "mlp")  # the branches of a block, each a step of its own
+ONE_BIT = {"kept_bits": 1, "sign": "random"}
 IDS = torch.arange(24).view(2, 12) % 20
 
 
@@ -78,6 +81,16 @@ def count_bytes(model, batch):
         kept = live.alive(without=known, at=live.now())
         loss.backward()
         return kept, live.peak(without=known)
+
+
+def measure_long_text(heads, tiles):
+    """Return the bytes of a step of a reversible Llama on one text, whose state has 65,536, and the network."""
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=heads, use_cache=False)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+    batch = {"input_ids": torch.arange(256)[None] % 64}
+    revzoo.reversible_(model, batch=batch, split=SPLIT, tiles=tiles, **ONE_BIT)
+    return revzoo.measure_memory(model, batch, loss=compute_usual_loss).activation_bytes, model
 
 
 def assert_equal(actual, expected):

@@ -9,13 +9,11 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 
 import revzoo
-from revzoo.analysis.dry_run import compute_usual_loss
 from revzoo.block_steps import branch as branches
 from revzoo.block_steps.block_chain import get_step
 from revzoo.errors import RecoveryError
-from tests.in_place.networks import SPLIT, assert_equal, llama, train_step
+from tests.in_place.networks import ONE_BIT, SPLIT, assert_equal, llama, measure_long_text, train_step
 
-ONE_BIT = {"kept_bits": 1, "sign": "random"}
 IDS = torch.arange(64)[None] % 8
 TEXT = {"input_ids": IDS, "labels": IDS}
 
@@ -196,16 +194,8 @@ def test_a_part_of_the_sum_may_not_leave_the_grid():
 
 
 def test_of_the_heads_of_one_text_one_group_is_alive(monkeypatch):
-    length, width = 256, 128
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=width, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, use_cache=False
-    )
-    peaks = []
-    for _ in range(2):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
-        batch = {"input_ids": torch.arange(length)[None] % 64}
-        revzoo.reversible_(model, batch=batch, split=SPLIT, tiles=8, **ONE_BIT)
-        peaks.append(revzoo.measure_memory(model, batch, loss=compute_usual_loss).activation_bytes)
-        monkeypatch.setattr(branches, "can_be_cut", lambda _: False)
+    in_groups, model = measure_long_text(heads=8, tiles=8)
     assert get_step(model.model.layers[0]).branch.groups == 4
-    assert peaks[1] - peaks[0] > 2 * length * width * 2
+    monkeypatch.setattr(branches, "can_be_cut", lambda _: False)
+    whole, _ = measure_long_text(heads=8, tiles=8)
+    assert whole - in_groups > 2 * 65536

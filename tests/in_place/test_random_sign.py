@@ -8,9 +8,7 @@ import torch
 import revzoo
 from revzoo.errors import InputError, UnknownNameError
 from revzoo.runtime.nested import tensors_in
-from tests.in_place.networks import NETWORKS, SPLIT, TEXT, Toy, X, assert_equal, count_bytes, llama, train_step
-
-ONE_BIT = {"kept_bits": 1, "sign": "random"}
+from tests.in_place.networks import NETWORKS, ONE_BIT, SPLIT, TEXT, Toy, X, assert_equal, count_bytes, llama, train_step
 
 
 @pytest.mark.parametrize(("name", "split"), [*((name, None) for name in NETWORKS), ("llama", SPLIT)])

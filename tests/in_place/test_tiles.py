@@ -8,13 +8,25 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import revzoo
-from revzoo.analysis.dry_run import compute_usual_loss
 from revzoo.block_steps import block_chain
 from revzoo.errors import InputError
-from tests.in_place.networks import IDS, NETWORKS, SPLIT, TEXT, Tanh, Toy, X, assert_equal, count_bytes, llama, train_step
+from tests.in_place.networks import (
+    IDS,
+    NETWORKS,
+    ONE_BIT,
+    SPLIT,
+    TEXT,
+    Tanh,
+    Toy,
+    X,
+    assert_equal,
+    count_bytes,
+    llama,
+    measure_long_text,
+    train_step,
+)
 
 SPLITTABLE = ("llama", "gpt2", "vit")
-ONE_BIT = {"kept_bits": 1, "sign": "random"}
 
 
 @pytest.mark.parametrize("options", [{"kept_bits": 8}, ONE_BIT], ids=["8 bits", "random bit"])
@@ -158,15 +170,7 @@ def test_norms_in_pieces_return_the_dtype_of_their_weights_and_leave_nothing_beh
 
 
 def test_of_the_norms_of_one_text_one_piece_is_alive(monkeypatch):
-    length, width = 256, 128
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=width, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, use_cache=False
-    )
-    peaks = []
-    for _ in range(2):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
-        batch = {"input_ids": torch.arange(length)[None] % 64}
-        revzoo.reversible_(model, batch=batch, split=SPLIT, tiles=16, **ONE_BIT)
-        peaks.append(revzoo.measure_memory(model, batch, loss=compute_usual_loss).activation_bytes)
-        monkeypatch.setattr(block_chain, "norms_in_pieces", lambda *_: nullcontext())
-    assert peaks[1] - peaks[0] > length * width * 4
+    in_pieces, _ = measure_long_text(heads=4, tiles=16)
+    monkeypatch.setattr(block_chain, "norms_in_pieces", lambda *_: nullcontext())
+    whole, _ = measure_long_text(heads=4, tiles=16)
+    assert whole - in_pieces > 2 * 65536
