@@ -145,9 +145,10 @@ def _survey_training(
 
     def follow(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         survey, held = surveys[name], Inventory(blocks[name])
-        versions = [t._version for t in held.fixed]
+        fixed = held.fixed
+        versions = [t._version for t in fixed]
         value = forward(*args, **kwargs)
-        moved = next((t for t, version in zip(held.fixed, versions, strict=True) if t._version != version), None)
+        moved = next((t for t, version in zip(fixed, versions, strict=True) if t._version != version), None)
         if changed := held.find_replaced() if moved is None else held.name(moved):
             survey.reason = survey.reason or (
                 f"changes its {changed!r} in forward, so a second run would not repeat the first (if its first call alone does "

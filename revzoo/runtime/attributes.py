@@ -25,7 +25,6 @@ _LIBRARIES = {"torch", "numpy", "revzoo"}
 _STANDARD = os.path.dirname(os.__file__)
 _OPEN = (nn.Module, Tensor, UserDict, UserList, SimpleNamespace)  # but for these
 _OTHERS = (nn.Module, Tensor, FunctionType, MethodType, partial, tuple)  # what they hold is not a module's own
-_OWN = "_revzoo_"  # what this package remembers of modules
 _CONTAINERS: dict[type, Callable[[Any, Any], object]] = {list: list.extend, set: set.update, deque: deque.extend}
 
 
@@ -80,7 +79,7 @@ class Attributes(_Snapshot):
     def __init__(self, *modules: nn.Module):
         super().__init__()
         for attributes in (m.__dict__ for m in modules):
-            self._held.append(_Mapping(attributes, keeps_own=True).restore)
+            self._held.append(_Mapping(attributes).restore)
             for value in attributes.values():
                 if type(value) not in _PLAIN and not isinstance(value, _OTHERS):
                     self._look_into(value)
@@ -114,21 +113,15 @@ class Contents(_Snapshot):
 
 
 class _Mapping:
-    """Args: keeps_own: whether what this package remembers is left."""
-
-    def __init__(self, now: dict[Any, Any], *, keeps_own: bool = False):
+    def __init__(self, now: dict[Any, Any]):
         self._base: Any = OrderedDict if isinstance(now, OrderedDict) else dict  # which keeps an order of its own
-        self._now, self._keeps_own = now, keeps_own
-        self._then = dict(self._list_entries())
+        self._now = now
+        self._then = dict(self._base.items(now))
         self.inside = list(self._then.values())
-
-    def _list_entries(self) -> list[tuple[Any, Any]]:
-        entries = self._base.items(self._now)
-        return [(k, v) for k, v in entries if not (self._keeps_own and isinstance(k, str) and k.startswith(_OWN))]
 
     def restore(self) -> bool:
         now, then, base = self._now, self._then, self._base
-        entries = self._list_entries()
+        entries = list(base.items(now))
         if len(entries) == len(then) and all(map(is_, chain.from_iterable(entries), chain.from_iterable(then.items()))):
             return False
         for key in [key for key, _ in entries if key not in then]:

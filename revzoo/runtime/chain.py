@@ -33,7 +33,7 @@ from revzoo.runtime.chain_link import call_step, run_link, watch_range
 from revzoo.runtime.compiling import exclude_from_compilation, find_function_compiler, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.inventory import Pattern, check_patterns, forget_inventory
+from revzoo.runtime.inventory import Pattern, check_patterns
 from revzoo.runtime.layout import LayoutEntry, Scheduled
 from revzoo.runtime.lookahead import LookaheadOption, begin_lookahead
 from revzoo.runtime.mode import Mode
@@ -216,7 +216,6 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
     grid, pair = _start(links, x1, x2, exact)
     for link in links:
         if isinstance(link, Step):
-            forget_inventory(link.f)
             pair = StepUpdate(link.coupling.bind(pair), grid).advance(pair, call_step(link, pair, side))
         else:
             pair = link(pair[0]), link(pair[1])

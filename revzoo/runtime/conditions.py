@@ -6,6 +6,7 @@ BatchNorm statistics are the same before and after, and what f sets on its modul
 """
 
 from collections.abc import Callable, Mapping
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +16,7 @@ from revzoo.device import find_graph
 from revzoo.errors import RecoveryError
 from revzoo.runtime.attributes import Attributes
 from revzoo.runtime.forward import Forward, take_turn
-from revzoo.runtime.inventory import Inventory, Tensors, find_plain_tensors, take_inventory
+from revzoo.runtime.inventory import Inventory, Tensors, find_plain_tensors, read_training, set_training, take_inventory
 from revzoo.runtime.random_state import RandomState, find_generators
 
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
@@ -33,23 +34,25 @@ class Conditions:
     """
 
     __slots__ = (
-        "_graph", "_plain", "_statistics", "_strides", "_versions", "fixed", "forward", "inventory", "name", "random",
+        "_graph", "_modules", "_plain", "_statistics", "_strides", "_versions", "fixed", "forward", "inventory", "name",
+        "random",
     )  # fmt: skip
 
     def __init__(self, f: Callable[..., Any], name: str, forward: Forward, inventory: Inventory | None = None):
         self.name = name
         self.forward = forward
         self.inventory = inventory = take_inventory(f) if inventory is None else inventory
-        # Parameters, buffers and side inputs, which must not be modified:
-        self.fixed = inventory.fixed + forward.side_tensors if forward.side_tensors else inventory.fixed
+        self._modules, fixed = inventory.modules, inventory.fixed  # as long as it may run again
+        # FSDP exchanges the memory of tensors.
+        self._strides = [] if forward.is_one_of_several else list(map(_get_strides, compress(fixed, inventory.has_strides)))
+        self.fixed = fixed + forward.side_tensors  # parameters, buffers and side inputs, which must not be modified
         self._versions = list(map(_get_version, self.fixed))
-        self._strides = [] if forward.is_one_of_several else list(map(_get_strides, inventory.strided))  # FSDP exchanges them
         if inventory.statistics:  # before the first run, where its output may depend on them
             moving = zip(inventory.statistics, inventory.only_moves, strict=True)
             self._statistics = [None if moves else _clone(buffers) for buffers, moves in moving]
         self._graph: object = None
         # Tensors that f may change in place; after the first run, those that it has changed.
-        self._plain = find_plain_tensors(inventory.modules) if self._watches_attributes else {}
+        self._plain = find_plain_tensors(self._modules) if self._watches_attributes else {}
         generators = forward.generators
         if not inventory.devices <= forward.devices:
             generators = find_generators(inventory.devices | forward.devices)
@@ -58,7 +61,7 @@ class Conditions:
     def end_first_run(self) -> None:
         """Note how the random streams have moved, and which tensors."""
         if self._plain:
-            now = find_plain_tensors(self.inventory.modules)
+            now = find_plain_tensors(self._modules)
             self._plain = {at: version for at, version in self._plain.items() if now.get(at) != version}
             self.inventory.learned.sets_attributes |= bool(self._plain)
         self.random.end_first_run()
@@ -95,16 +98,16 @@ class Conditions:
         training, statistics, entered, attributes = inventory.training, None, None, None
         turn = take_turn(self.forward.device)
         try:  # at once: Ctrl-C in between would keep the turn for good
-            training = inventory.read_training()
+            training = read_training(self._modules)
             if training != inventory.training:
-                inventory.set_training(inventory.training)
+                set_training(self._modules, inventory.training)
             if inventory.statistics:
                 statistics = self._rewind_statistics()
             # FSDP gathers weights before a call and frees them later, however the call ends.
             if self._watches_attributes and not self.forward.is_one_of_several:
-                attributes = Attributes(*inventory.modules)
+                attributes = Attributes(*self._modules)
                 for place, key in self._plain:  # the run changes a copy
-                    holder = inventory.modules[place].__dict__
+                    holder = self._modules[place].__dict__
                     if isinstance(tensor := holder.get(key), Tensor):
                         holder[key] = tensor.detach().clone()
             learned.trials -= 1
@@ -123,7 +126,7 @@ class Conditions:
                     for buffers, present in zip(inventory.statistics, statistics, strict=True):
                         buffers.update(present)
                 if training != inventory.training:
-                    inventory.set_training(training)
+                    set_training(self._modules, training)
             finally:
                 turn.release()
 
@@ -136,7 +139,7 @@ class Conditions:
                 "optimizer inside backward (register_post_accumulate_grad_hook), no step may end by adding a parameter: its "
                 "gradient is complete before the step runs again."
             )
-        strided = self.inventory.strided if self._strides else []
+        strided = list(compress(self.fixed, self.inventory.has_strides)) if self._strides else []
         for tensor, now, strides in zip(strided, map(_get_strides, strided), self._strides, strict=True):
             if now != strides:
                 raise RecoveryError(

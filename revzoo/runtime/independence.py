@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.runtime.attributes import Attributes
-from revzoo.runtime.inventory import Inventory, take_inventory
+from revzoo.runtime.inventory import Inventory, set_training, take_inventory
 from revzoo.runtime.random_state import RandomState, find_generators
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tiles import Tile, cut_side
@@ -71,17 +71,18 @@ def explain_mixing(f: Callable[..., Tensor], x: Tensor, side: Any, tiles: Sequen
             held.append(_list_attributes(inventory))
         return results, held
 
-    versions = [t._version for t in inventory.fixed]
+    fixed = inventory.fixed
+    versions = [t._version for t in fixed]
     random, attributes = RandomState(find_generators((x.device,))), Attributes(*inventory.modules)
     for training in ([False] * len(inventory.training), inventory.training):
-        inventory.set_training(training)
+        set_training(inventory.modules, training)
         try:
             with torch.no_grad(), _disable_current_modes():
                 results, held = run()
             random.end_first_run()
             if random.has_drawn:
                 return None
-            if changed := [t for t, v in zip(inventory.fixed, versions, strict=True) if t._version != v]:
+            if changed := [t for t, v in zip(fixed, versions, strict=True) if t._version != v]:
                 return f"f changes its {inventory.name(changed[0])!r} in every run"
             if left := next((key for key, t in held[0].items() if _is_of_all(t, held[1].get(key))), None):
                 return f"f leaves {left[1]!r} on {_name(inventory, inventory.modules[left[0]])} which is of all of them"
@@ -95,7 +96,7 @@ def explain_mixing(f: Callable[..., Tensor], x: Tensor, side: Any, tiles: Sequen
         except Exception as error:
             return f"for a tile it raises {type(error).__name__}: {error}"
         finally:
-            inventory.set_training(inventory.training)
+            set_training(inventory.modules, inventory.training)
             attributes.restore()
             random.end_first_run()
             random.rewind()

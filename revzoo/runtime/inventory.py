@@ -1,16 +1,19 @@
 """What a module holds that its result depends on: submodules, training flags, parameters and buffers.
 
-It is found once, kept with the module, and found again only if something in it has been exchanged. To see that, all entries of
-its modules' dictionaries are compared with what was in them, by identity, in C.
+It is found once, and found again only if something in it has been exchanged. To see that, all entries of its modules'
+dictionaries are compared with what was in them, by identity, in C.
+
+An inventory owns nothing: it refers to modules and tensors weakly, and no module holds it. So what a user exchanges is freed
+at once, and modules are copied and pickled without it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatch
 from functools import cache, cached_property
 from itertools import chain
-from operator import attrgetter
-from typing import Any, cast
-from weakref import WeakSet, ref
+from operator import attrgetter, call, is_
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -22,83 +25,89 @@ from revzoo.sharded import is_sharded
 
 Tensors = dict[str, Tensor | None]
 Pattern = str | type[nn.Module] | Callable[[nn.Module], bool]  # names submodules
-_NAME, _LEARNED = "_revzoo_inventory", "_revzoo_learned"  # in the module's __dict__
 _is_training: Callable[[nn.Module], bool] = attrgetter("training")
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
 _get_device: Callable[[Tensor], torch.device] = attrgetter("device")
 _get_dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
+_HOLDERS = [attrgetter(name) for name in ("_modules", "_parameters", "_buffers")]
+_get_holders = attrgetter("_modules", "_parameters", "_buffers")
 
 
 class Inventory:
-    """What one module held when it was called. It does not hold the module itself, which would be a cycle.
+    """What one module held when it was called.
 
     Args:
         root: the module; None for a function that is none.
         silent: its submodules that do not run.
 
     Attributes:
-        fixed: parameters and buffers that must be unchanged until backward.
-        strided: those of them that have strides.
+        training: the flag of each module.
         learned: what has been seen of the module's calls.
-        statistics: the buffers of norms that move their running statistics in this call.
     """
 
     def __init__(self, root: nn.Module | None, silent: Sequence[nn.Module] = ()):
         modules = [] if root is None else _walk(root, silent)
-        self._root = None if root is None else ref(root)
-        self.submodules: Sequence[nn.Module] = modules[1:]
-        self.training = list(map(_is_training, modules))
-        holders = [cast(dict[str, Any], d) for m in modules for d in (m._modules, m._parameters, m._buffers)]
-        self._entries = [d.values() for d in holders]  # views, which show what is in the dictionaries at any time
-        self._ids = list(map(id, chain.from_iterable(self._entries)))
+        self._modules = list(map(ref, modules))
+        self.training = read_training(modules)
+        self._entries = list(map(_refer, _list_entries(modules)))  # of tensors and modules
         moving = [m for m in modules if isinstance(m, _NormBase) and m.training and m.track_running_stats]
-        self.statistics: list[Tensors] = [m._buffers for m in moving]
+        self._moving = list(map(ref, moving))
         self.only_moves = [_only_moves(m) for m in moving]
-        skipped = set(map(id, self.statistics))
-        self._held = [(d, dict(d)) for d in holders if id(d) not in skipped]
-        self.fixed = [t for _, held in self._held for t in held.values() if isinstance(t, Tensor)]
+        places = [_Place(ref(m), h, key) for m in modules for h in _HOLDERS for key in h(m).keys()]  # noqa: SIM118 - TorchScript's have no others
+        is_moving = {(m, key) for m in moving for key in m._buffers}
+        self._places = [None if (place.module(), place.key) in is_moving else place for place in places]
+        fixed = [e() for place, e in zip(self._places, self._entries, strict=True) if place and isinstance(e(), Tensor)]
         try:
-            list(map(_get_version, self.fixed))
+            list(map(_get_version, fixed))
         except RuntimeError:
-            self.fixed = [t for t in self.fixed if not t.is_inference()]  # they have no version, nor can they change
-        self.strided = [t for t in self.fixed if t.layout is torch.strided and not t.is_nested and not is_lazy(t)]
-        self.devices = frozenset(map(_get_device, self.fixed))
-        self.learned = Learned() if root is None else _find_learned(root)
-        self.named: dict[Any, list[nn.Module]] = {}  # submodules by the patterns that name them
+            fixed = [t for t in fixed if not t.is_inference()]  # they have no version, nor can they change
+        self._fixed = list(map(ref, fixed))
+        self.has_strides = [t.layout is torch.strided and not t.is_nested and not is_lazy(t) for t in fixed]
+        self.devices = frozenset(map(_get_device, fixed))
+        # Relative spacing of the coarsest numbers among the fixed tensors; 0 without any.
+        self.spacing = max(map(find_spacing, set(map(_get_dtype, fixed))), default=0.0)
+        self.learned = Learned() if root is None else _learned.setdefault(root, Learned())
+        self.named: dict[Any, list[ref[nn.Module]]] = {}  # submodules by the patterns that name them
 
     @property
     def root(self) -> nn.Module | None:
         """The module itself."""
-        return None if self._root is None else self._root()
+        return self._modules[0]() if self._modules else None
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The module and those inside, as long as it exists."""
-        root = self.root
-        return [] if root is None else [root, *self.submodules]
+        """The module and those inside, those that still exist."""
+        return [m for m in map(call, self._modules) if m is not None]
+
+    @property
+    def submodules(self) -> list[nn.Module]:
+        """Those inside."""
+        return self.modules[1:]
+
+    @property
+    def fixed(self) -> list[Tensor]:
+        """Parameters and buffers that must be unchanged until backward, those that still exist."""
+        return [t for t in map(call, self._fixed) if t is not None]
+
+    @property
+    def statistics(self) -> list[Tensors]:
+        """The buffers of norms that move their running statistics in this call."""
+        return [m._buffers for m in map(call, self._moving) if m is not None]
 
     def has_same_entries(self) -> bool:
         """Return whether every dictionary holds the very objects that it held."""
-        return list(map(id, chain.from_iterable(self._entries))) == self._ids
-
-    def read_training(self) -> list[bool]:
-        """Return the training flags of all modules as they are now."""
-        return list(map(_is_training, self.modules))
+        modules = self.modules
+        now = _list_entries(modules)
+        return (
+            len(modules) == len(self._modules)
+            and len(now) == len(self._entries)
+            and all(map(is_, now, map(call, self._entries)))
+        )
 
     @cached_property
     def has_layers(self) -> bool:
         """Whether one of the modules defines an inverse, so that it may be undone by itself."""
         return any(map(defines_inverse, self.submodules))
-
-    def set_training(self, wanted: list[bool]) -> None:
-        """Set each flag: not by .train(), since submodules have flags of their own."""
-        for module, flag in zip(self.modules, wanted, strict=True):
-            module.training = flag
-
-    @cached_property
-    def spacing(self) -> float:
-        """Relative spacing of the coarsest numbers among the fixed tensors; 0 without any."""
-        return max(map(find_spacing, set(map(_get_dtype, self.fixed))), default=0.0)
 
     @cached_property
     def moving_sizes(self) -> frozenset[int]:
@@ -111,25 +120,37 @@ class Inventory:
 
     def find_replaced(self) -> str | None:
         """Return the name of what was replaced by another tensor or module. FSDP exchanges shards and whole tensors of one."""
-        for holder, held in self._held:
-            for key, old in held.items():
-                new = holder.get(key)
-                if new is not old and new is not None and old is not None and not is_sharded(old, new):
-                    return self.name(old) if isinstance(old, Tensor) else key
+        for place, reference in zip(self._places, self._entries, strict=True):
+            if place is None or reference is _refer_to_nothing or (module := place.module()) is None:
+                continue
+            old, new = reference(), dict(place.holder(module).items()).get(place.key)
+            if new is not None and new is not old and not is_sharded(*(t for t in (old, new) if isinstance(t, Tensor))):
+                return self._name(place)
         return None
 
     def name(self, tensor: Tensor) -> str:
         """Return the name that a tensor had, relative to the module; "side input" if it is none of the module's."""
-        held = {id(holder): held for holder, held in self._held}
-        for name, module in () if self.root is None else self.root.named_modules():
-            for holder in (module._parameters, module._buffers):
-                for key, t in held.get(id(holder), {}).items():
-                    if t is tensor:
-                        return f"{name}.{key}".removeprefix(".")
-        return "side input"
+        places = zip(self._places, self._entries, strict=True)
+        return next((self._name(place) for place, reference in places if place and reference() is tensor), "side input")
 
-    def __reduce__(self) -> Any:
-        return type(None), ()  # in a copy of the module, or what is unpickled, it is found again
+    def _name(self, place: "_Place") -> str:
+        named = () if self.root is None else self.root.named_modules()
+        path = next((path for path, module in named if module is place.module()), "")
+        return f"{path}.{place.key}".removeprefix(".")
+
+
+class _Place(NamedTuple):
+    """Where an entry of an inventory stood.
+
+    Args:
+        module: the module that has it.
+        holder: returns the dictionary of a module that has it.
+        key: in the dictionary.
+    """
+
+    module: ref[nn.Module]
+    holder: Callable[[nn.Module], dict[str, Any]]
+    key: str
 
 
 class Learned:
@@ -149,8 +170,9 @@ class Learned:
         self.may_keep_products = True
         self.regions: WeakSet[nn.Module] = WeakSet()
 
-    def __reduce__(self) -> Any:
-        return type(None), ()  # a copy learns for itself
+
+_learned: WeakKeyDictionary[nn.Module, Learned] = WeakKeyDictionary()
+_inventories: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], Inventory]] = WeakKeyDictionary()  # by silent submodules
 
 
 def find_plain_tensors(modules: Sequence[nn.Module]) -> dict[tuple[int, str], int]:
@@ -163,27 +185,30 @@ def take_inventory(f: Any) -> Inventory:
     """Return what a function holds now."""
     if not isinstance(f, nn.Module):
         return Inventory(None)
-    root, name = get_root(f), _NAME
-    silent: Sequence[nn.Module] = ()
-    if hasattr(type(f), "silent_modules"):
-        silent = cast(Any, f).silent_modules
-        name = "_".join([_NAME, *(str(id(m)) for m in silent)])
-    known: Inventory | None = root.__dict__.get(name)
-    # A shallow copy of a module has the inventory of the other one.
-    is_known = known is not None and known.root is root and known.has_same_entries()
-    if known is not None and is_known and known.training == known.read_training():
+    root = get_root(f)
+    silent: Sequence[nn.Module] = cast(Any, f).silent_modules if hasattr(type(f), "silent_modules") else ()
+    inventories = _inventories.get(root)
+    if inventories is None:
+        inventories = _inventories[root] = {}
+    key = tuple(map(id, silent))
+    known = inventories.get(key)
+    if known is not None and known.has_same_entries() and known.training == read_training(known.modules):
         return known
-    # On the root, not on what stands for it: a network that is deleted is freed with its blocks.
-    inventory = root.__dict__[name] = Inventory(root, silent)
+    for other in [other for other, each in inventories.items() if not each.has_same_entries()]:
+        del inventories[other]
+    inventory = inventories[key] = Inventory(root, silent)
     return inventory
 
 
-def forget_inventory(f: Any) -> None:
-    """Let go of what a module held in its latest recorded call: since then its tensors may have been exchanged."""
-    if isinstance(f, nn.Module) and not torch.compiler.is_compiling():
-        attributes = get_root(f).__dict__
-        for name in [name for name in attributes if name.startswith(_NAME)]:  # of the branches of a block, too
-            del attributes[name]
+def read_training(modules: Sequence[nn.Module]) -> list[bool]:
+    """Return the training flags of modules."""
+    return list(map(_is_training, modules))
+
+
+def set_training(modules: Sequence[nn.Module], wanted: Sequence[bool]) -> None:
+    """Set the training flag of each module: not by .train(), since submodules have flags of their own."""
+    for module, flag in zip(modules, wanted, strict=True):
+        module.training = flag
 
 
 def get_root(f: nn.Module) -> nn.Module:
@@ -228,13 +253,6 @@ def defines_inverse(module: nn.Module | None) -> bool:
     return callable(getattr(type(module), "inverse", None)) or "inverse" in vars(module)
 
 
-def _find_learned(root: nn.Module) -> Learned:
-    learned = root.__dict__.get(_LEARNED)
-    if learned is None:
-        learned = root.__dict__[_LEARNED] = Learned()
-    return cast(Learned, learned)
-
-
 @cache
 def find_spacing(dtype: torch.dtype) -> float:
     """Return the relative spacing of the numbers of a dtype; 0 for integers."""
@@ -260,3 +278,19 @@ def _only_moves(norm: _NormBase) -> bool:
     """
     home = str(getattr(norm.forward, "__module__", ""))
     return home.startswith(("torch.nn.modules.", "timm.layers.norm_act", "revzoo."))
+
+
+def _list_entries(modules: Iterable[nn.Module]) -> list[Any]:
+    holders = list(chain.from_iterable(map(_get_holders, modules)))
+    try:
+        return list(chain.from_iterable(map(dict.values, holders)))
+    except TypeError:  # TorchScript's are no dictionaries
+        return [each for holder in holders for each in holder.values()]
+
+
+def _refer(entry: Any) -> Callable[[], Any]:
+    return _refer_to_nothing if entry is None else ref(entry)
+
+
+def _refer_to_nothing() -> None:
+    return None

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import get_ident
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -156,8 +157,9 @@ def keep_regions(f: Callable[..., Any], name: str, forward: Forward, conditions:
         return None
     inventory, named = conditions.inventory, list[nn.Module]()
     if forward.keep:
-        named = inventory.named.get((name, forward.keep)) or find_submodules(f, name, forward.keep)
-        inventory.named[name, forward.keep] = named
+        named = [module for each in inventory.named.get((name, forward.keep), ()) if (module := each())]
+        named = named or find_submodules(f, name, forward.keep)
+        inventory.named[name, forward.keep] = list(map(ref, named))
     is_compiled = are_compiled(inventory.modules)
     if refused := [module for module in named if is_compiled or not _may_have_hooks(module)]:
         raise InputError(

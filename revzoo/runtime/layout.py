@@ -160,13 +160,18 @@ def set_tiles(layout: Sequence[LayoutEntry], tiles: int | Sequence[int]) -> None
         if count != 1 and unit.kind != "step":
             raise ScheduleError(f"Only steps are cut into tiles. Received: {count!r} for {unit.name}, a {unit.kind}.")
     for unit, count in zip(units, tiles, strict=True):
-        if count > 1 or find_tiles(unit.module) is not None:
-            tiled(unit.module, count, find_dim(unit.module))
+        dim = find_dim(unit.module)
+        tiled(unit.module, count, dim)
+        if count == 1 and dim == _find_usual_dim(unit.module):  # there is nothing to remember
+            del unit.module.__dict__[MARK]
 
 
 def find_dim(step: nn.Module) -> int:
     """Return the dimension along which a step is cut: the one that it was given, or that of what it treats one by one."""
-    if (mark := vars(step).get(MARK)) is not None:
-        return cast(Tiles, mark).dim
+    mark: Tiles | None = vars(step).get(MARK)
+    return _find_usual_dim(step) if mark is None else mark.dim
+
+
+def _find_usual_dim(step: nn.Module) -> int:
     acts_on_tokens = getattr(step, "acts_on", "examples") == "tokens"
     return int(acts_on_tokens and not any(map(drops_examples, take_inventory(step).modules)))

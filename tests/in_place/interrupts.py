@@ -93,8 +93,7 @@ class State:
         for path, module in model.named_modules():
             self.parts[f"{path}: class"] = type(module)
             for name, value in vars(module).items():
-                if not name.startswith("_revzoo_"):
-                    self.parts[f"{path}.{name}"] = list(value) if name == "_schedule" else self.describe(value)
+                self.parts[f"{path}.{name}"] = list(value) if name == "_schedule" else self.describe(value)
 
     def describe(self, value, depth=0):
         self.seen.append(value)

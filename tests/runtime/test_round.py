@@ -511,6 +511,6 @@ def test_a_chain_is_pickled_without_what_belongs_to_its_latest_forward():
     differentiate(chain, "invert")
     data = pickle.dumps(chain)
     assert b"runtime.update" not in data
-    assert b"inventory" not in data.replace(b"_revzoo_inventory", b"")
+    assert b"inventory" not in data
     copy = pickle.loads(data)
     assert all(map(torch.equal, differentiate(copy, "invert"), differentiate(chain, "invert")))
