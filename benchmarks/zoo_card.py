@@ -16,7 +16,7 @@ It is null for a model whose step allocates otherwise in another batch.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import islice
 from typing import Any
 from unittest.mock import patch
@@ -38,6 +38,7 @@ from revzoo.model.create import create
 from revzoo.model.model import Model
 from revzoo.planning.planner import solve
 from revzoo.planning.profiling.profile import profile
+from revzoo.runtime import chunked_loss
 from revzoo.runtime.chunked_loss import _Tokens
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.live_bytes import LiveBytes
@@ -57,7 +58,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {  # foreach is 
     "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
 }
 SIZES = (4, 8)  # batches that are counted; plans are made for the second
-# A loss in chunks has more of them in larger batches. Two are counted: all others add to sums of gradients as the second does.
+# A loss in chunks has more of them in larger batches, and smaller ones in small batches, which is not counted. Two are counted:
+# all others add to sums of gradients as the second does.
 _CHUNKS, CHUNKED_SIZES = 2, (16, 32)
 TILED_SIZES = (16, 31, 32)  # all in eight tiles, the last two of as many examples; a tile of one example may be a view
 SHARES = (0.0, 0.2, 0.5)  # of the way from the smallest peak to that of storing: the budgets that are planned for
@@ -190,8 +192,11 @@ def count_step(network: nn.Module, batch: Any, dtype: str, loss_function: LossFu
     live, flops = LiveBytes(), FlopCounter()
     # Both batches have as many parts in the backward of in-place ABN.
     same_parts = patch.object(backward, "_PART", int(backward._PART * len(next(tensors_in(batch))) / SIZES[1]))
-    same_chunks = patch.object(_Tokens, "__iter__", _take_chunks)
-    with autocast(dtype), isolated(network, batch, fake=True) as inputs, ignore_error_growth(), same_parts, same_chunks:
+    same_chunks = patch.object(chunked_loss, "_LEAST", 2**60), patch.object(_Tokens, "__iter__", _take_chunks)
+    with ExitStack() as stack:
+        for each in (autocast(dtype), ignore_error_growth(), same_parts, *same_chunks):
+            stack.enter_context(each)
+        inputs = stack.enter_context(isolated(network, batch, fake=True))
         live.watch([*network.parameters(), *network.buffers(), inputs])
         start = sum(change for _, change in live.log)
         live.log.clear()

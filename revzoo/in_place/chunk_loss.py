@@ -4,29 +4,61 @@ In training the head returns `LazyLogits`. Class, parameters, state-dict keys an
 gradients, inside torch.func and in compiled code the head returns its logits as before.
 """
 
+import math
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import LossFunction, call, compute_loss, in_mode, isolated
+from revzoo.block_steps.conventions import look_for_state
 from revzoo.dtype import HALF
 from revzoo.errors import ConversionError, InputError, UnknownNameError
-from revzoo.runtime.chunked_loss import refuse_batch_norm, require_chunk
+from revzoo.format import format_bytes
+from revzoo.runtime.chunked_loss import choose_chunk, refuse_batch_norm, require_chunk
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.lazy_logits import LazyLogits, WholeLogitsWarning
+from revzoo.runtime.live_bytes import LiveBytes
+from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.ownership import ModuleReference
 from revzoo.runtime.transforms import must_store
 
 _TOLERANCE, _TOLERANCE_IN_HALF = 1e-4, 0.05  # of loss and gradients, relative; many networks compute the loss in float32
 
 
+@dataclass(frozen=True)
+class ChunkReport:
+    """What `chunk_loss_` did with a network. Printed, it also says what it saves on the batch.
+
+    Args:
+        head: its path in the network.
+        chunk: tokens at a time on the batch; 0 without one, as all below.
+        tokens: of the batch.
+        ordinary_bytes: the peak of a training step on the batch before, counted: weights, gradients, batch and activations.
+        chunked_bytes: likewise with the loss in chunks.
+    """
+
+    head: str
+    chunk: int = 0
+    tokens: int = 0
+    ordinary_bytes: int = 0
+    chunked_bytes: int = 0
+
+    def __str__(self) -> str:
+        if not self.chunk:
+            return f"{self.head}: its loss is computed in chunks of tokens. With batch= it is compared and counted"
+        chunks = f"{-(-self.tokens // self.chunk)} chunks of {self.chunk} tokens"
+        if self.tokens <= self.chunk:
+            chunks = f"one chunk holds all {self.tokens} tokens, so nothing is saved on this batch: give a smaller chunk="
+        return f"{self.head}: peak {format_bytes(self.ordinary_bytes)} -> {format_bytes(self.chunked_bytes)}, {chunks}"
+
+
 def chunk_loss_(
     model: nn.Module, head: str | None = None, *, batch: Any = None, loss: LossFunction | None = None, chunk: int | None = None
-) -> None:
+) -> ChunkReport:
     """Let a language model compute the cross-entropy of its logits in chunks of tokens, in place: `chunked_loss`.
 
     The network's own code goes on calling its head and its loss. In training, the head returns logits that are not there yet:
@@ -50,24 +82,24 @@ def chunk_loss_(
     Cost: as `chunked_loss`.
     """
     require_chunk(chunk)
-    module = _find_head(model, head)
+    name, module = _find_head(model, head)
     if get_chunked_head(module) is not None:
         raise InputError(f"The loss of this {type(model).__name__} is in chunks already. Received: chunk_loss_ again.")
     refuse_batch_norm(module)
     find = getattr(model, "get_output_embeddings", None)
     owner = getattr(find, "__self__", None) if callable(find) and find() is module else None
-    chunked = ChunkedHead(module, chunk, owner)
+    chunked = ChunkedHead(module, name, chunk, owner)
     if batch is None:
         chunked.install()
-        return
+        return ChunkReport(name)
     loss = loss or _get_loss
-    expected = _differentiate(model, batch, loss)
+    expected, ordinary_bytes = _differentiate(model, batch, loss)
     chunked.install()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", WholeLogitsWarning)
-            received = _differentiate(model, batch, loss)
-        if not chunked.calls:
+            received, chunked_bytes = _differentiate(model, batch, loss)
+        if chunked.latest is None:
             raise ConversionError(
                 f"{type(module).__name__} is not called on this batch. Name the head: chunk_loss_(model, PATH)."
             )
@@ -78,6 +110,9 @@ def chunk_loss_(
     except BaseException:
         chunked.remove()
         raise
+    *tokens, width = chunked.latest
+    count = math.prod(tokens)
+    return ChunkReport(name, chunk or choose_chunk(width, count), count, ordinary_bytes, chunked_bytes)
 
 
 class ChunkedHead:
@@ -85,14 +120,15 @@ class ChunkedHead:
 
     Args:
         module: the head.
+        name: its path in the network.
         chunk: as for `chunk_loss_`.
         owner: the network of Transformers whose head it is, which may replace it; it may be inside of what peft has made.
     """
 
-    def __init__(self, module: nn.Module, chunk: int | None, owner: nn.Module | None):
-        self._module, self._chunk, self._owner = ModuleReference(module), chunk, ModuleReference(owner)
+    def __init__(self, module: nn.Module, name: str, chunk: int | None, owner: nn.Module | None):
+        self._module, self._name, self._chunk, self._owner = ModuleReference(module), name, chunk, ModuleReference(owner)
         self._own_forward: Callable[..., Tensor] | None = module.__dict__.get("forward")
-        self.calls = 0
+        self.latest: torch.Size | None = None  # the shape of the latest logits that were not made
 
     def install(self) -> None:
         """Stand in place of the head's `forward`."""
@@ -105,7 +141,7 @@ class ChunkedHead:
         owner: Any = self._owner()
         self.remove()
         owner.set_output_embeddings(head)
-        ChunkedHead(head, self._chunk, owner).install()
+        ChunkedHead(head, self._name, self._chunk, owner).install()
 
     def remove(self) -> None:
         """Give the head its own `forward` back."""
@@ -124,14 +160,15 @@ class ChunkedHead:
         return module
 
     @exclude_from_compilation
-    def call(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def call(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return logits: lazy ones in training."""
         module = self.module
         run = self._own_forward or type(module).forward.__get__(module)
-        is_trained = hidden.requires_grad or any(p.requires_grad for p in module.parameters())
-        is_lazy = module.training and torch.is_grad_enabled() and is_trained and hidden.dim() >= 2
-        has_others = any(a is not None for a in (*args, *kwargs.values())) and not is_head_of_tokens(module)
-        if is_lazy and has_others:
+        hidden, key = look_for_state(module, args, kwargs)
+        is_trained = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors_in(hidden), *module.parameters()))
+        is_lazy = module.training and is_trained and isinstance(hidden, Tensor) and hidden.dim() >= 2
+        others = [a for a in (*args, *kwargs.values()) if a is not None and a is not hidden]
+        if is_lazy and others and not is_head_of_tokens(module):
             is_lazy = False
             warnings.warn(
                 f"The whole logits are made: {type(module).__name__} is called with more than hidden states.",
@@ -139,20 +176,11 @@ class ChunkedHead:
                 stacklevel=2,
             )
         if not is_lazy or is_exporting() or must_store():
-            logits: Tensor = run(hidden, *args, **kwargs)
-            return logits
-        self.calls += 1
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-        def compute(x: Tensor) -> Tensor:  # also where the loss is computed outside of the network's autocast
-            with nullcontext() if dtype is None else torch.autocast(device, dtype):
-                out: Tensor = run(x)
-            return out
-
-        # No token has no FLOPs. With its graph: autocast keeps its casts of weights, and those without one would freeze them.
-        sample = compute(hidden.flatten(0, -2)[:0])
-        return LazyLogits(compute, hidden, sample, module, self._chunk)
+            whole: Tensor = run(*args, **kwargs)
+            return whole
+        logits = LazyLogits.of(module, self._name, lambda x: run(x) if key is None else run(**{key: x}), hidden, self._chunk)
+        self.latest = logits.shape
+        return logits
 
 
 def is_head_of_tokens(module: object) -> bool:
@@ -166,7 +194,7 @@ def get_chunked_head(module: nn.Module) -> ChunkedHead | None:
     return chunked if isinstance(chunked, ChunkedHead) else None
 
 
-def _find_head(model: nn.Module, path: str | None) -> nn.Module:
+def _find_head(model: nn.Module, path: str | None) -> tuple[str, nn.Module]:
     modules = dict(model.named_modules())
     if path is not None and path not in modules:
         raise UnknownNameError("module", path, modules)
@@ -176,7 +204,7 @@ def _find_head(model: nn.Module, path: str | None) -> nn.Module:
         raise InputError(
             f"The head of a {type(model).__name__} is not known. Received: none. Name it: chunk_loss_(model, 'lm_head')."
         )
-    return head
+    return next(name for name, module in modules.items() if module is head), head
 
 
 def _get_loss(outputs: Any) -> Tensor:
@@ -189,13 +217,15 @@ def _get_loss(outputs: Any) -> Tensor:
     return loss
 
 
-def _differentiate(model: nn.Module, batch: Any, loss: LossFunction) -> list[tuple[str, Tensor]]:
-    """Return the loss of a training step and the gradients of parameters, with their names."""
+def _differentiate(model: nn.Module, batch: Any, loss: LossFunction) -> tuple[list[tuple[str, Tensor]], int]:
+    """Return the loss of a training step and the gradients of parameters, with their names; and the peak in bytes."""
     with isolated(model, batch) as inputs, in_mode(model, training=True):
-        total = compute_loss(loss, call(model, inputs))
-        total.backward()
+        with LiveBytes() as live:
+            live.watch([*model.parameters(), *model.buffers(), *tensors_in(inputs)])
+            total = compute_loss(loss, call(model, inputs))
+            total.backward()
         gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    return [("the loss", total.detach()), *gradients]
+    return [("the loss", total.detach()), *gradients], live.peak()
 
 
 def _compare(expected: list[tuple[str, Tensor]], received: list[tuple[str, Tensor]]) -> None:

@@ -25,16 +25,18 @@ from revzoo.runtime.compiling import exclude_from_compilation
 from revzoo.runtime.ownership import is_held_alone
 from revzoo.sharded import is_sharded
 
+Head = Callable[[Tensor], Tensor]
 Reduction = Literal["mean", "sum", "none"]
 
-CHUNK_BYTES = 256 * 2**20
+CHUNK_BYTES = 256 * 2**20  # at most
 _BYTES = 8  # of an output and token: the logit in float32, and its logarithm of the softmax, which the loss keeps
+_CHUNKS, _LEAST = 8, 64  # so many chunks at least, if each then has that many tokens: fewer are slow, and save little more
 _UNKNOWN_WIDTH = 2**18  # outputs of a head without parameters of its own, before it was called
 
 
 @exclude_from_compilation
 def chunked_loss(
-    head: Callable[[Tensor], Tensor],
+    head: Head,
     hidden: Tensor,
     labels: Tensor,
     *,
@@ -59,7 +61,8 @@ def chunked_loss(
         ignore_index: a label that does not count.
         label_smoothing: of the cross-entropy, in [0, 1].
         z_loss: weight of the squared logarithm of the softmax's denominator, which is added to the cross-entropy.
-        chunk: tokens at a time. None: so many that their logits in float32, and what cross-entropy keeps of them, take 256 MiB.
+        chunk: tokens at a time. None: an eighth of them but at least 64, or fewer where their logits in float32, and what
+            cross-entropy keeps of them, would take more than 256 MiB.
     Raises:
         InputError: shapes that do not fit, a loss of another shape, a chunk that is no positive integer, a head that processes
             divide or that has a BatchNorm in training, several chunks of a head that uses a tensor computed outside which needs
@@ -70,18 +73,42 @@ def chunked_loss(
     Source: Liger (arXiv:2410.10989) computes gradients in forward, too; Cut Cross-Entropy (arXiv:2411.09009).
     """
     _require(head, hidden, labels, reduction, chunk)
+    return compute_in_chunks(head, hidden, labels, None, loss, reduction, ignore_index, label_smoothing, z_loss, chunk)
+
+
+def compute_in_chunks(
+    head: Head,
+    hidden: Tensor,
+    labels: Tensor,
+    places: Tensor | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+    width: int = 0,
+) -> Tensor:
+    """Do as `chunked_loss` for labels of tokens in any places.
+
+    Args:
+        places: which of the hidden states belongs to each label, counted through all of them, of the labels' shape. None: they
+            are in one order.
+        width: outputs of the head; 0 where that is not known.
+    """
     if loss is None:
         loss = partial(_cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss)
     elif label_smoothing or z_loss:
         raise InputError("label_smoothing and z_loss belong to the cross-entropy. Received: a loss too. Put them into it.")
-    rows, targets = hidden.flatten(0, -2) if hidden.dim() > 2 else hidden, labels.flatten()
-    counts = targets != ignore_index
-    kept = counts.nonzero().flatten() if has_value(counts) and has_value(hidden) else None  # else all may count
-    count = len(targets) if kept is None else len(kept)
-    if count == len(targets):
-        kept = None
-    width = max((max(p.shape, default=0) for p in head.parameters()), default=0) if isinstance(head, nn.Module) else 0
-    tokens = _Tokens(rows, targets, kept, chunk, width or _UNKNOWN_WIDTH)
+    targets = labels.flatten()
+    places = torch.arange(len(targets), device=hidden.device) if places is None else places.flatten()
+    counts, kept = targets != ignore_index, None
+    if has_value(counts) and has_value(hidden):  # else all may count
+        kept = counts.nonzero().flatten()
+        places, targets = places[kept], targets[kept]
+    if isinstance(head, nn.Module):
+        width = max((max(p.shape, default=0) for p in head.parameters()), default=0)
+    tokens = _Tokens(hidden.flatten(0, -2), places, targets, chunk, width or _UNKNOWN_WIDTH)
 
     def run(x: Tensor, y: Tensor) -> Tensor:
         logits = head(x)
@@ -97,9 +124,11 @@ def chunked_loss(
     if reduction == "none":
         run_again = partial(checkpoint, run, use_reentrant=False) if torch.is_grad_enabled() else run
         losses = torch.cat([run_again(x, y) for _, x, y in tokens])
-        return (losses if kept is None else losses.new_zeros(len(targets)).index_put((kept,), losses)).view(labels.shape)
+        if kept is not None:
+            losses = losses.new_zeros(labels.numel()).index_put((kept,), losses)
+        return losses.view(labels.shape)
 
-    gradients = _Gradients(hidden)
+    gradients, count = _Gradients(hidden), len(targets)
     total: Tensor | None = None
     for place, x, y in tokens:
         part = gradients.add(run, place, x, y)
@@ -112,37 +141,34 @@ def chunked_loss(
     return total if count or reduction == "sum" else total + float("nan")  # as in PyTorch, also in that gradients are zero
 
 
+def choose_chunk(width: int, count: int) -> int:
+    """Return how many of `count` tokens are in a chunk of a head with `width` outputs."""
+    return max(min(CHUNK_BYTES // (_BYTES * width), max(-(-count // _CHUNKS), _LEAST)), 1)
+
+
 class _Tokens:
-    """The chunks of the tokens that count: their place, hidden states (n, D) and labels (n,).
+    """The chunks of the tokens that count: their places, hidden states (n, D) and labels (n,).
 
     Without a token there is one chunk of none, so that the head's parameters have a gradient of zero, as they always have.
     """
 
-    def __init__(self, rows: Tensor, targets: Tensor, kept: Tensor | None, chunk: int | None, width: int):
-        self._rows, self._targets, self._kept, self._is_fixed = rows, targets, kept, chunk is not None
-        self._chunk = chunk or _choose_chunk(width)
+    def __init__(self, rows: Tensor, places: Tensor, targets: Tensor, chunk: int | None, width: int):
+        self._rows, self._places, self._targets, self._is_fixed = rows, places, targets, chunk is not None
+        self._chunk = chunk or choose_chunk(width, len(targets))
 
     def note_width(self, width: int) -> None:
         """Let the following chunks fit the logits of this one."""
         if not self._is_fixed:
-            self._chunk = _choose_chunk(width)
+            self._chunk = choose_chunk(width, len(self._targets))
 
-    def __iter__(self) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
-        place: slice | Tensor
-        count, begin = len(self._targets if self._kept is None else self._kept), 0
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        count, begin = len(self._targets), 0
         while begin < count or begin == 0:
             size = min(self._chunk, count - begin)
-            if self._kept is None:  # labels are copied: with a view, `LiveBytes` would count all of them again
-                place = slice(begin, begin + size)
-                yield place, self._rows[place], self._targets.narrow_copy(0, begin, size)
-            else:
-                place = self._kept[begin : begin + size]
-                yield place, self._rows[place], self._targets[place]
+            places = self._places.narrow(0, begin, size)
+            # Labels are copied: with a view, `LiveBytes` would count all of them again.
+            yield places, self._rows[places], self._targets.narrow_copy(0, begin, size)
             begin += max(size, 1)
-
-
-def _choose_chunk(width: int) -> int:
-    return max(CHUNK_BYTES // (_BYTES * width), 1)
 
 
 class _Gradients:
@@ -156,18 +182,18 @@ class _Gradients:
         self.sums = dict[Tensor, Tensor]()
         self._hidden = hidden
 
-    def add(self, run: Callable[[Tensor, Tensor], Tensor], place: slice | Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Return the sum of a chunk's losses, and add its gradients."""
+    def add(self, run: Callable[[Tensor, Tensor], Tensor], places: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Return the sum of the losses of the tokens in these places, and add their gradients."""
         hidden = self._hidden
         x = x.detach().requires_grad_(torch.is_grad_enabled() and hidden.requires_grad)
-        with _no_hooks():
+        with no_hooks():
             losses = run(x.view_as(x), y)  # hooks of modules, as FlopCounterMode has them, fail at a leaf
         if losses.requires_grad:
-            leaves = [leaf for leaf in _find_leaves(losses) if leaf is not x]
+            leaves = [leaf for leaf in find_leaves(losses) if leaf is not x]
             if any(leaf is hidden for leaf in leaves):
                 raise _refuse_outer()
             inputs = [*([x] if x.requires_grad else []), *leaves]
-            with _no_hooks(leaves), torch.autocast(losses.device.type, enabled=False):  # backward belongs outside of it
+            with no_hooks(leaves), torch.autocast(losses.device.type, enabled=False):  # backward belongs outside of it
                 try:
                     parts = torch.autograd.grad(losses, inputs, torch.ones_like(losses))
                 except RuntimeError as error:
@@ -177,7 +203,7 @@ class _Gradients:
             if x.requires_grad:
                 if hidden not in self.sums:
                     self.sums[hidden] = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-                self.sums[hidden].view(-1, hidden.shape[-1])[place] = parts[0]
+                self.sums[hidden].view(-1, hidden.shape[-1]).index_add_(0, places, parts[0])
             for leaf, part in zip(leaves, parts[len(inputs) - len(leaves) :], strict=True):
                 if leaf in self.sums:
                     self.sums[leaf].add_(part)
@@ -188,7 +214,7 @@ class _Gradients:
         return losses.detach().sum()
 
 
-def _find_leaves(out: Tensor) -> list[Tensor]:
+def find_leaves(out: Tensor) -> list[Tensor]:
     """Return the leaves that a tensor depends on and that require a gradient, in order of their appearance in its graph."""
     leaves, seen, waiting = list[Tensor](), set[Node](), [out.grad_fn]
     while waiting:
@@ -210,7 +236,7 @@ def _refuse_outer() -> InputError:
 
 
 @contextmanager
-def _no_hooks(leaves: tuple[Tensor, ...] | list[Tensor] = ()) -> Iterator[None]:
+def no_hooks(leaves: tuple[Tensor, ...] | list[Tensor] = ()) -> Iterator[None]:
     """Keep what surrounds the loss away from a chunk's own graph: hooks of saved tensors, and those of leaves' gradients."""
     hooks = [leaf._backward_hooks for leaf in leaves]
     with saved_tensors_hooks(_return, _return):
@@ -291,5 +317,5 @@ def refuse_sharded(*tensors: Tensor) -> None:
     if is_sharded(*tensors):
         raise InputError(
             "A head that processes divide cannot run in chunks: each would gather it anew. Received: parameters that are "
-            "shards (DTensor). Leave the head to fully_shard of the whole model, and call chunked_loss in its forward."
+            "shards (DTensor). Leave the head to fully_shard of the whole model, or give its unit reshard_after_forward=False."
         )

@@ -71,7 +71,7 @@ class Conditions:
     def require_repeatable(self) -> None:
         """Raise RecoveryError if f has changed a buffer or parameter of its own, so that a second run would not repeat it."""
         has_replaced = self.is_observed and not self.inventory.has_same_entries()
-        if changed := self._find_changed() or (self.inventory.find_replaced() if has_replaced else None):
+        if changed := self.find_changed() or (self.inventory.find_replaced() if has_replaced else None):
             raise RecoveryError(
                 f"{self.name} changes its {changed!r} in forward, so a second run would not repeat the first. "
                 f"Set the schedule of {self.name} to 'store'. (BatchNorm's running statistics need no change; layers that set "
@@ -132,7 +132,7 @@ class Conditions:
 
     def require_unchanged(self) -> None:
         """Raise RecoveryError if a parameter, buffer or side input was changed in place or replaced since the first run."""
-        if changed := self._find_changed():
+        if changed := self.find_changed():
             raise RecoveryError(
                 f"{changed!r} of {self.name} was changed in place between forward and backward, for example by "
                 "optimizer.step(). Run backward first, or set the schedule to 'store' and let autograd say where. With an "
@@ -189,7 +189,8 @@ class Conditions:
             buffers.update(_clone(now if earlier is None else earlier))
         return present
 
-    def _find_changed(self) -> str | None:
+    def find_changed(self) -> str | None:
+        """Return the name of a parameter, buffer or side input that was changed in place since this was made."""
         now = list(map(_get_version, self.fixed))
         if now == self._versions:
             return None

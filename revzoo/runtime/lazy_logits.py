@@ -1,16 +1,17 @@
 """Logits that are not there yet: what a network's own code does to them is recorded until it asks for their loss.
 
-    logits = self.lm_head(hidden)                   LazyLogits: hidden (..., D), and the head
-    logits = logits.float()[..., :-1, :]            the head of each token is followed by float(); hidden[..., :-1, :]
-    loss = cross_entropy(logits.view(-1, V), y)     `chunked_loss` of that head and those hidden states
+    logits = self.lm_head(hidden)                   LazyLogits: hidden (..., D), and the head's call
+    logits = logits.float()[..., :-1, :]            the head of each token is followed by float(); the tokens are others
+    loss = cross_entropy(logits.view(-1, V), y)     the loss in chunks of that head and those tokens
 
-What changes the numbers of one token only is recorded as part of the head, and what chooses or arranges tokens is done to the
-hidden states. Anything else gets the whole logits, with a warning that names it.
+What changes the numbers of one token only is recorded as part of the head. What arranges or chooses tokens is done to their
+numbers, and to a tensor of the logits' shape and strides without memory: so logits share memory where those of an ordinary
+network would. Anything else gets the whole logits, with a warning that names it.
 """
 
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -19,23 +20,39 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._python_dispatch import _disable_current_modes
 
-from revzoo.errors import InputError
-from revzoo.runtime.chunked_loss import chunked_loss, refuse_sharded
+from revzoo.runtime.chunked_loss import Head, compute_in_chunks
 from revzoo.runtime.compiling import leave_uncompiled
+from revzoo.runtime.head_call import HeadCall, Node, refuse
 from revzoo.runtime.nested import map_tensors, tensors_in
-
-Head = Callable[[Tensor], Tensor]
 
 # Of each number by itself, or of one token with numbers that are the same for all of them.
 _FOR_EACH_TOKEN = {
     *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg", "negative", "tanh", "clone"),
-    *("__radd__", "__rsub__", "__rmul__", "float", "double", "half", "bfloat16", "to", "type", "type_as", "contiguous"),
+    *("__radd__", "__rsub__", "__rmul__", "float", "double", "half", "bfloat16", "to", "type", "type_as"),
 }
-_ARRANGING = {"view", "reshape", "flatten"}
+_CASTING = {"float", "double", "half", "bfloat16", "to", "type", "type_as"}  # which may return what they are given
+_ARRANGING = {
+    *(
+        "view",
+        "view_as",
+        "reshape",
+        "reshape_as",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "contiguous",
+        "detach",
+        "data",
+    ),
+    *("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "T", "mT", "narrow", "select", "__getitem__"),
+    *("chunk", "split", "tensor_split", "unbind", "expand", "expand_as"),
+}
 # What needs no numbers.
-_ABOUT_SHAPE = {
+_NATIVE = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex"),
-    *("element_size", "get_device", "__len__", "__hash__"),
+    *("element_size", "get_device", "__len__", "__hash__", "register_hook", "retain_grad", "requires_grad_"),
+    "grad",  # of torch.autograd
 }
 _NEEDING_NUMBERS = {"T", "H", "mT", "mH", "real", "imag", "data"}  # attributes
 
@@ -44,83 +61,128 @@ class WholeLogitsWarning(UserWarning):
     """Logits were made as a whole, since something else than their cross-entropy was asked for."""
 
 
+@dataclass(frozen=True)
+class _Memory:
+    """What all logits that would share one memory are computed from.
+
+    Args:
+        call: of the head.
+        tokens: which of the hidden states, counted through all of them, belong to the logits, in their shape and contiguous.
+        sample: the logits of no token, (0, V).
+        follow: what is done to the logits of each token.
+        given: tensors that require a gradient in what is done, with those that stand for them.
+    """
+
+    call: HeadCall
+    tokens: Tensor
+    sample: Tensor
+    follow: tuple[Callable[[Tensor], Tensor], ...] = ()
+    given: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    def head(self, x: Tensor) -> Tensor:
+        """Return the logits (n, V) of hidden states (n, D)."""
+        x = self.call.head(x)
+        for each in self.follow:
+            x = each(x)
+        return x
+
+    def of(self, tokens: Tensor, **changes: Any) -> "_Memory":
+        """Return what logits of other tokens, in a memory of their own, are computed from."""
+        return replace(self, tokens=tokens.clone(memory_format=torch.contiguous_format), **changes)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """What stands for given tensors."""
+        return [copied for _, copied in self.given]
+
+
 class LazyLogits(Tensor):
     """The logits of hidden states, as a tensor without memory.
 
-    Shapes: hidden: (..., D); the logits have (..., V).
     Args:
-        head: of (n, D) to (n, V).
-        hidden: the hidden states.
-        module: has the parameters of the head; once they have changed, the logits are not to be had any more.
-        chunk: as for `chunked_loss`.
-        is_turned: whether the logits are (B, V, N), of hidden states (B, N, D).
+        memory: what they are computed from.
+        layout: a tensor on the meta device like them.
+        base: the logits that have the memory of which these are a view; None if they have one of their own.
     """
 
-    _lazy: "tuple[Head, Tensor, Tensor, nn.Module, int | None, bool]"
+    _memory: _Memory
+    _layout: Tensor
+    _base_logits: "LazyLogits | None"
     _made: Tensor | None
-    _versions: list[int]
-    _writes: list[int]  # how often something was written into these logits or others that share their numbers
-    _seen: int  # of them, by these logits
 
-    def __new__(
-        cls, head: Head, hidden: Tensor, sample: Tensor, module: nn.Module, chunk: int | None, is_turned: bool = False
-    ) -> Self:
-        """`sample` has the logits of no token, (0, V): the dtype and V."""
-        shape = (*hidden.shape[:-1], sample.shape[-1])
-        shape = (shape[0], shape[2], shape[1]) if is_turned else shape
-
-        def make() -> LazyLogits:
-            return Tensor._make_wrapper_subclass(cls, shape, dtype=sample.dtype, device=sample.device)
-
-        self: Self = _Unmade.apply(torch.empty(0, requires_grad=True), make)
-        self._lazy, self._made = (head, hidden, sample, module, chunk, is_turned), None
-        self._versions = _count_changes(module)
-        self._writes, self._seen = [0], 0
+    def __new__(cls, memory: _Memory, layout: Tensor | None = None, base: "LazyLogits | None" = None) -> Self:
+        if layout is None:
+            with _disable_current_modes():  # those that count bytes would count all logits
+                shape = (*memory.tokens.shape, memory.sample.shape[-1])
+                layout = torch.empty(shape, dtype=memory.sample.dtype, device="meta")
+        size, strides, device = layout.shape, layout.stride(), memory.sample.device
+        self = Tensor._make_wrapper_subclass(cls, size, strides=strides, dtype=layout.dtype, device=device)
+        self._memory, self._layout, self._base_logits, self._made = memory, layout, base, None
         return self
 
-    @property
-    def hidden(self) -> Tensor:
-        """The hidden states."""
-        return self._lazy[1]
+    @classmethod
+    def of(cls, module: nn.Module, name: str, run: Head, hidden: Tensor, chunk: int | None) -> "LazyLogits":
+        """Return the logits of a head's call; see `HeadCall` for the arguments."""
+        call = HeadCall(module, name, run, hidden, chunk)
+        tokens = torch.arange(hidden.numel() // max(hidden.shape[-1], 1), device=hidden.device).view(hidden.shape[:-1])
+        given = [hidden, *call.inputs[1:]]
+        logits: LazyLogits = Node.apply(lambda: cls(_Memory(call, tokens, call.sample)), call.inputs, call, *given)
+        return logits
 
     def make(self) -> Tensor:
-        """Return the whole logits, with their graph. Raises InputError if the head has changed since it was called."""
-        head, hidden, _, module, _, is_turned = self._lazy
+        """Return the whole logits, with their graph.
+
+        Raises:
+            InputError: the head or its input has changed since it was called, or backward has passed.
+        """
         if self._made is None:
-            refuse_sharded(*module.parameters())
-            if _count_changes(module) != self._versions:
-                raise InputError(
-                    "These logits were never made: chunk_loss_ computes their loss in chunks. Received: a request for them "
-                    "after the weights have changed. Ask before optimizer.step(), or run the network in eval mode."
-                )
-            with torch.enable_grad():
-                made = head(hidden)
-                self._made = made.transpose(1, 2) if is_turned else made
+            base, layout = self._base_logits, self._layout
+            if base is None:
+                self._made = self._memory.call.compute(self, self._compute, self._memory.inputs)
+            else:
+                made = base.make() if self.requires_grad else base.make().detach()
+                is_all = layout.is_contiguous() and layout.numel() == made.numel()
+                place = layout.size(), layout.stride(), layout.storage_offset()
+                self._made = made.view(layout.shape) if is_all else made.as_strided(*place)
+                for hook in (self._backward_hooks or {}).values():
+                    self._made.register_hook(hook)
         return self._made
+
+    def _compute(self, hidden: Tensor) -> Tensor:
+        rows = hidden.flatten(0, -2).index_select(0, self._memory.tokens.flatten())
+        return self._memory.head(rows).view(self._layout.shape)
+
+    def find_tokens(self) -> tuple[int, Tensor] | None:
+        """Return the dimension of the outputs, and which token each of the others belongs to; None if outputs are left out."""
+        size, offset, width = self._layout.shape, self._layout.storage_offset(), self._memory.sample.shape[-1]
+        strides = self._layout.stride()
+        dim = next((i for i, (n, step) in enumerate(zip(size, strides, strict=True)) if n == width > 1 == step), None)
+        others = [i for i in range(len(size)) if i != dim]
+        if dim is None or offset % width or any(strides[i] % width for i in others):
+            return None
+        place = [size[i] for i in others], [strides[i] // width for i in others], offset // width
+        return dim, self._memory.tokens.as_strided(*place)
 
     @classmethod
     @leave_uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else None
-        if name in _ABOUT_SHAPE or (attribute is not None and attribute not in _NEEDING_NUMBERS):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+        logits = args[0] if args and isinstance(args[0], LazyLogits) else next(_find_lazy((args, kwargs)))
+        base = logits if logits._base_logits is None else logits._base_logits
+        is_attribute = bool(attribute) and attribute not in _NEEDING_NUMBERS
+        if name in _NATIVE or is_attribute:
+            of_gradient = name in ("register_hook", "retain_grad") or attribute == "grad"
+            if of_gradient and base is not logits and logits._made is not None:
+                return func(logits._made, *args[1:], **kwargs)  # whose gradients do not pass this view
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        logits = args[0] if args and isinstance(args[0], LazyLogits) else next(_find_lazy((args, kwargs)), None)
-        assert logits is not None
-        if logits._seen != logits._writes[0]:
-            raise InputError(
-                "Logits that chunk_loss_ leaves out share no memory. Received: a use of some after others, of which they are a "
-                "view or the reverse, were written into. Take the view afterwards, or write into a clone."
-            )
-        if logits._made is None:
+        if base._made is None:
             if func is F.cross_entropy:
-                recorded: Tensor | None = _compute_loss(*args, **kwargs)
+                recorded = _compute_loss(*args, **kwargs)
             else:
-                recorded = _record(logits, func, name, args, kwargs)
+                recorded = _record(func, attribute if name == "__get__" else name, args, kwargs)
             if recorded is not None:
-                if isinstance(recorded, LazyLogits) and recorded._lazy[2] is logits._lazy[2]:  # the same numbers
-                    recorded._writes, recorded._seen = logits._writes, logits._seen
                 return recorded
             warnings.warn(
                 f"The whole logits are made, {tuple(logits.shape)} in {str(logits.dtype).removeprefix('torch.')}: "
@@ -129,52 +191,23 @@ class LazyLogits(Tensor):
                 WholeLogitsWarning,
                 stacklevel=2,
             )
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            logits._writes[0] += 1
-            logits._seen = logits._writes[0]
         args, kwargs = map_tensors(lambda t: t.make() if isinstance(t, LazyLogits) else t, (list(args), kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise _refuse(str(func))
+        raise refuse(str(func))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-class _Unmade(torch.autograd.Function):
-    """Makes lazy logits; who has taken them past `__torch_function__` is told in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, make: Callable[[], LazyLogits]) -> LazyLogits:
-        ctx.set_materialize_grads(False)
-        return make()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        if gradient is not None:  # DDP hands on those of what has none
-            raise _refuse("an autograd.Function")
-        return None, None
-
-
-def _refuse(what: str) -> InputError:
-    return InputError(
-        "chunk_loss_ leaves the logits out, of which only the cross-entropy is needed. Received: a request for their numbers "
-        f"by {what}. Undo it: revzoo.ordinary_(model)."
-    )
 
 
 def _name(func: Any) -> str:
     return str(resolve_name(func) or getattr(func, "__name__", func)).removeprefix("torch.nn.functional.")
 
 
-def _find_lazy(tree: Any) -> Any:
+def _find_lazy(tree: Any) -> Iterator[LazyLogits]:
     return (t for t in tensors_in(tree) if isinstance(t, LazyLogits))
-
-
-def _count_changes(module: nn.Module) -> list[int]:
-    return [p._version for p in module.parameters()]
 
 
 def _compute_loss(
@@ -191,76 +224,112 @@ def _compute_loss(
     """Return the cross-entropy in chunks; None where it is another one: with weights of classes, or of probabilities."""
     if unknown or not isinstance(logits, LazyLogits) or not isinstance(target, Tensor) or target.is_floating_point():
         return None
-    head, hidden, _, module, chunk, is_turned = logits._lazy
-    is_plain = weight is None and size_average is None and reduce is None and (is_turned or logits.dim() == 2)
-    if not is_plain or target.shape != hidden.shape[:-1]:
+    found, memory = logits.find_tokens(), logits._memory
+    if found is None or any(x is not None for x in (weight, size_average, reduce)):
         return None
-    refuse_sharded(*module.parameters())  # after its forward, fully_shard has divided a head that is a unit of its own
-    options: Any = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing, "chunk": chunk}
-    return chunked_loss(head, hidden, target, **options)
+    dim, tokens = found
+    if dim != min(1, logits.dim() - 1) or target.shape != tokens.shape:
+        return None
+    options: Any = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+
+    def compute(hidden: Tensor) -> Tensor:
+        given = memory.head, hidden, target, tokens
+        losses = compute_in_chunks(*given, **options, chunk=memory.call.chunk, width=memory.sample.shape[-1])
+        return losses.to(memory.sample.dtype)
+
+    return memory.call.compute(logits, compute, memory.inputs)
 
 
-def _record(logits: LazyLogits, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
+def _record(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the logits after an operation; None if it is none on each token, or none that arranges tokens."""
-    head, hidden, sample, module, chunk, is_turned = logits._lazy
-    if is_turned:
-        return None
+    lazy, first = list(_find_lazy((list(args), kwargs))), args[0]
+    if name in ("to", "type_as") and not isinstance(first, LazyLogits):  # it becomes like the logits
+        return func(*map_tensors(lambda t: t._memory.sample if isinstance(t, LazyLogits) else t, list(args)), **kwargs)
     if name in _FOR_EACH_TOKEN:
-        with suppress(_NotForEachToken):
-            follow = _fix_arguments(logits, func, args, kwargs)
-            if (after := follow(sample)).device == sample.device:
-                return LazyLogits(lambda x: follow(head(x)), hidden, after, module, chunk)
+        return _follow(lazy[0], func, name, args, kwargs) if len(lazy) == 1 and "out" not in kwargs else None
+    if name not in _ARRANGING or any(isinstance(a, torch.dtype) for a in args[1:]):
         return None
-    if args[0] is not logits or any(isinstance(a, torch.dtype | LazyLogits) for a in args[1:]):
+    if name == "__getitem__" and any(_is_array(i) for i in (args[1] if isinstance(args[1], tuple) else args[1:])):
+        return _choose(first, args[1])
+    with _disable_current_modes():
+        layouts = func(*map_tensors(lambda t: t._layout if isinstance(t, LazyLogits) else t, list(args)), **kwargs)
+    if isinstance(layouts, Tensor):
+        return _arrange(first, layouts, name)
+    arranged = [_arrange(first, each, name) for each in layouts]
+    return None if None in arranged else type(layouts)(arranged)
+
+
+def _arrange(logits: LazyLogits, layout: Tensor, name: str) -> LazyLogits | None:
+    """Return the logits with another layout, in the same memory if the layouts are; None where that is not known."""
+    if layout.untyped_storage()._cdata == logits._layout.untyped_storage()._cdata:
+        after = LazyLogits(logits._memory, layout, logits if logits._base_logits is None else logits._base_logits)
+        if after.find_tokens() is None:
+            return None
+        return after if name in ("detach", "data") else _attach(after, logits)
+    tokens = _find_tokens_in_order(logits)
+    if tokens is None or layout.shape[-1] != logits.shape[-1]:
         return None
-    if name in _ARRANGING:
-        with _disable_current_modes():  # those that count bytes would count all logits
-            shape = func(torch.empty(logits.shape, device="meta"), *args[1:], **kwargs).shape
-        if shape and shape[-1] == sample.shape[-1]:
-            return LazyLogits(head, hidden.reshape(*shape[:-1], hidden.shape[-1]), sample, module, chunk)
-    if name == "__getitem__" and (index := _index_tokens(args[1], logits.dim(), sample.shape[-1])) is not None:
-        return LazyLogits(head, hidden[index], sample, module, chunk)
-    dims = {*args[1:], *kwargs.values()} if name == "transpose" else set[int]()
-    if logits.dim() == 3 and dims in ({1, 2}, {-1, -2}, {1, -1}):
-        return LazyLogits(head, hidden, sample, module, chunk, is_turned=True)
-    return None
+    return _attach(LazyLogits(logits._memory.of(tokens.reshape(layout.shape[:-1]))), logits)
 
 
-class _NotForEachToken(Exception):
-    pass
-
-
-def _fix_arguments(logits: LazyLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Head:
-    """Return an operation as a function of the logits (n, V) alone."""
-    if "out" in kwargs or sum(1 for _ in _find_lazy((list(args), kwargs))) != 1:
-        raise _NotForEachToken
-    for t in tensors_in((list(args), kwargs)):
-        # Numbers for all tokens: one, or V. The graph of another than a leaf would be gone after the first chunk.
-        width = t.shape[-1] if t.dim() else 1
-        if t is not logits and (t.numel() != width or width not in (1, logits.shape[-1]) or t.dim() > logits.dim()):
-            raise _NotForEachToken
-        if t is not logits and t.requires_grad and not t.is_leaf:
-            raise _NotForEachToken
-
-    def follow(x: Tensor) -> Tensor:
-        def fix(t: Tensor) -> Tensor:
-            return x if t is logits else t.flatten() if t.dim() > 1 else t
-
-        fixed, named = map_tensors(fix, (list(args), kwargs))
-        out: Tensor = func(*fixed, **named)
-        return out
-
-    return follow
-
-
-def _index_tokens(index: Any, dims: int, width: int) -> Any:
-    """Return an index of logits as one of hidden states; None if it chooses outputs of the head."""
+def _choose(logits: LazyLogits, index: Any) -> LazyLogits | None:
+    """Return the logits of the tokens that an index with arrays chooses; None if it chooses outputs of the head."""
     items = list(index) if isinstance(index, tuple) else [index]
+    items = [torch.as_tensor(i) if _is_array(i) else i for i in items]
     counted = [i for i in items if i is not None and i is not ...]
     consumed = sum(i.dim() if isinstance(i, Tensor) and i.dtype is torch.bool else 1 for i in counted)
-    if consumed == dims or (any(i is ... for i in items) and items[-1] is not ...):
-        last = items[-1]
+    if consumed == logits.dim() or (any(i is ... for i in items) and items[-1] is not ...):
+        last, width = items[-1], logits.shape[-1]
         if not isinstance(last, slice) or last.indices(width) != (0, width, 1):
             return None
         items[-1] = slice(None)
-    return tuple(items)
+    if (tokens := _find_tokens_in_order(logits)) is None:
+        return None
+    if consumed == logits.dim():
+        items.pop()
+    return _attach(LazyLogits(logits._memory.of(tokens[tuple(items)])), logits)
+
+
+def _follow(logits: LazyLogits, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> LazyLogits | None:
+    """Return the logits after an operation on each token."""
+    memory, tokens, width = logits._memory, _find_tokens_in_order(logits), logits.shape[-1]
+    copies = dict[Tensor, Tensor]()
+    for t in tensors_in((list(args), kwargs)):
+        if t is logits:
+            continue
+        if t.numel() != (t.shape[-1] if t.dim() else 1) or t.numel() not in (1, width) or t.dim() > logits.dim():
+            return None  # these are no numbers for all tokens: one, or V
+        copies[t] = t.detach().clone().flatten().requires_grad_(t.requires_grad)  # whatever becomes of them
+    if tokens is None:
+        return None
+
+    def run(x: Tensor) -> Tensor:
+        fixed, named = map_tensors(lambda t: x if t is logits else copies[t], (list(args), kwargs))
+        out: Tensor = func(*fixed, **named)
+        return out
+
+    sample = run(memory.sample)
+    if name in _CASTING and sample is memory.sample:
+        return logits
+    if sample.shape != memory.sample.shape or sample.device != memory.sample.device:
+        return None
+    given = tuple((t, copied) for t, copied in copies.items() if t.requires_grad)
+    after = memory.of(tokens, sample=sample, follow=(*memory.follow, run), given=(*memory.given, *given))
+    return _attach(LazyLogits(after), logits, given)
+
+
+def _attach(after: LazyLogits, logits: LazyLogits, given: Sequence[tuple[Tensor, Tensor]] = ()) -> LazyLogits:
+    """Return logits with a node of the graph, from those that they are made from, and tensors with what stands for them."""
+    keys, inputs = [None, *(copied for _, copied in given)], [logits, *(t for t, _ in given)]
+    attached: LazyLogits = Node.apply(lambda: after, keys, None, *inputs)
+    return attached
+
+
+def _find_tokens_in_order(logits: LazyLogits) -> Tensor | None:
+    """Return which token each of the logits belongs to if their outputs are the last dimension."""
+    found = logits.find_tokens()
+    return found[1] if found is not None and found[0] == logits.dim() - 1 else None
+
+
+def _is_array(index: Any) -> bool:
+    return isinstance(index, list) or hasattr(index, "__array__")

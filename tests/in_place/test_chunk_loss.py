@@ -4,7 +4,9 @@ import copy
 import math
 import pickle
 import warnings
+import weakref
 
+import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ import transformers
 from torch import nn
 
 import revzoo
-from revzoo.errors import ConversionError, InputError, UnknownNameError
+from revzoo.errors import ConversionError, InputError, RecoveryError, UnknownNameError
 from revzoo.runtime import LiveBytes
 from revzoo.runtime.lazy_logits import LazyLogits, WholeLogitsWarning
 
@@ -235,8 +237,171 @@ def test_what_a_network_does_to_its_logits(what):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+def two_adapters():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model, batch = make()
+    config = {"r": 2, "target_modules": ["lm_head"], "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(**config), "one")
+    model.add_adapter("other", peft.LoraConfig(**config))
+    return model, batch
+
+
+class Scaled(nn.Linear):
+    """A head with an attribute and a counter of its calls, which computes otherwise in training."""
+
+    scale, calls = 1.0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.scale * self.calls * (1 + self.training)
+
+
+def set_attribute(model):
+    model.head.scale = 3.0
+
+
+def replace_weight(model):
+    model.head.weight = nn.Parameter(model.head.weight.detach() * 3)
+
+
+def write(tensor):
+    with torch.no_grad():
+        tensor.mul_(3)
+
+
+def exchange(model):
+    model.head.weight.data = model.head.weight.data * 3
+
+
+# What happens between the call of the head and the loss, and the error if that cannot be put back.
+BETWEEN = {
+    "nothing": (lambda model: None, None),
+    "eval": (lambda model: model.eval(), None),
+    "attribute": (set_attribute, None),
+    "another weight": (replace_weight, None),
+    "frozen": (lambda model: model.head.requires_grad_(False), None),
+    "thawed": (lambda model: model.head.requires_grad_(), None),
+    "weight, in place": (lambda model: write(model.head.weight), "'weight', which was changed"),
+    "weight, by .data": (exchange, r"\.data was changed"),
+    "hidden states": (lambda model: write(model.hidden), "hidden states that were changed"),
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_the_head_computes_as_at_its_call_whatever_happens_before_the_loss(what):
+    (change, refusal), model, ids = BETWEEN[what], Small(lambda _, x, ids: x).double(), torch.randint(0, 50, (2, 12))
+    model.head.__class__ = Scaled
+    model.head.requires_grad_(what != "thawed")
+    model.embed.register_forward_hook(lambda _, args, out: setattr(model, "hidden", out))
+    parameters = dict(model.named_parameters())
+
+    def run():
+        model.zero_grad()
+        model.head.calls = 0
+        logits = model(ids)
+        change(model)
+        loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        return {"loss": loss.detach(), "calls": model.head.calls} | gradients
+
+    expected = None if refusal else run()
+    model.train().head.requires_grad_(what != "thawed")
+    model.head.scale, model.head.weight = 1.0, parameters["head.weight"]
+    revzoo.chunk_loss_(model, chunk=5)
+    if refusal is None:
+        torch.testing.assert_close(run(), expected)
+    else:
+        with pytest.raises(InputError, match=refusal):
+            run()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_parameters_of_functional_call_and_adapters_are_those_of_the_call():
+    model, ids = Small(lambda _, x, ids: x).double(), torch.randint(0, 50, (2, 12))
+    new = {name: (3 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+
+    def differentiate_new():
+        loss = F.cross_entropy(torch.func.functional_call(model, new, (ids,)).flatten(0, 1), ids.flatten())
+        return loss, *torch.autograd.grad(loss, [new["head.weight"], new["embed.weight"]])
+
+    expected = differentiate_new()
+    revzoo.chunk_loss_(model, chunk=5)
+    torch.testing.assert_close(differentiate_new(), expected)
+
+    def differentiate_adapter(model, batch):
+        model.set_adapter("one")
+        logits = model(input_ids=batch["input_ids"]).logits
+        weights = [p for name, p in model.named_parameters() if "one" in name]
+        model.set_adapter("other")
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch["input_ids"].flatten())
+        model.set_adapter("one")
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in weights)]
+
+    expected = differentiate_adapter(*two_adapters())
+    model, batch = two_adapters()
+    revzoo.chunk_loss_(model, chunk=5)
+    torch.testing.assert_close(differentiate_adapter(model, batch), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the network's input has no gradient
+def test_hooks_and_gradients_of_the_logits_make_none():
+    """They are called, and given a gradient without numbers, like those of DDP and FSDP2."""
+    model, ids = Small(lambda _, x, ids: x), torch.randint(0, 50, (2, 12))
+    revzoo.chunk_loss_(model, chunk=5)
+    seen = []
+    model.register_full_backward_hook(lambda *_: seen.append("module"))
+    model.head.register_full_backward_hook(lambda *_: seen.append("head"))
+    logits = model(ids)
+    logits.register_hook(lambda gradient: seen.append(gradient.shape))
+    logits.retain_grad()
+    loss = shift(model, logits, ids) + shift(model, logits, ids.flip(1))
+    logits.register_hook(lambda gradient: seen.append("late"))
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert (gradient.shape, gradient.dtype) == (logits.shape, logits.dtype)
+    seen.clear()
+    loss.backward()
+    assert seen == [logits.shape, "late", "module", "head"]
+    for each in (gradient, logits.grad):
+        with pytest.raises(InputError, match="of their gradient"):
+            each.norm()
+
+
+ALIASES = {
+    "relu": lambda x: F.relu(x, inplace=True),
+    "data": lambda x: x.data.mul_(5),
+    "detach": lambda x: x.detach().mul_(5),
+    "view": lambda x: x.view(-1, 50).mul_(5),
+    "half": lambda x: x[:, :6].mul_(5),
+    "copy": lambda x: x.clone().mul_(5),
+}
+
+
+@pytest.mark.filterwarnings("ignore::revzoo.runtime.lazy_logits.WholeLogitsWarning")
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("what", ALIASES)
+def test_what_is_written_into_logits_is_seen_where_they_share_memory(what, after):
+    model, ids = Small(lambda _, x, ids: x).double(), torch.randint(0, 50, (2, 12))
+
+    def run():
+        model.zero_grad()
+        logits = model(ids)
+        before = logits.transpose(0, 1).reshape(-1, 50), logits.view(-1, 50), logits.float()
+        ALIASES[what](logits)
+        copied, view, cast = (logits.transpose(0, 1).reshape(-1, 50), logits.view(-1, 50), logits.float()) if after else before
+        losses = F.cross_entropy(copied, ids.T.flatten()), F.cross_entropy(view, ids.flatten()), shift(model, cast, ids)
+        sum(losses).backward()
+        return [*losses, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    expected = run()
+    revzoo.chunk_loss_(model, chunk=5)
+    torch.testing.assert_close(run(), expected, rtol=1e-5, atol=1e-8)  # some in float32
+
+
 def test_nothing_is_lost_in_silence():
-    """Where nobody can record it: an autograd.Function, and logits that are asked for after the weights have changed."""
+    """Where nobody can record it: an autograd.Function, logits that are asked for after backward, a second derivative."""
 
     class Double(torch.autograd.Function):
         @staticmethod
@@ -256,20 +421,73 @@ def test_nothing_is_lost_in_silence():
     with pytest.raises(InputError, match=r"an autograd\.Function"):
         (loss + doubled).backward()
     logits, loss = model(ids)
+    hidden = weakref.ref(loss.grad_fn)
     loss.backward()
-    torch.optim.SGD(model.parameters(), 0.1).step()
-    with pytest.raises(InputError, match="after the weights have changed"), pytest.warns(WholeLogitsWarning):
+    with pytest.raises(InputError, match="after backward"), pytest.warns(WholeLogitsWarning):
         logits.argmax(-1)
-    logits, _ = model(ids)
-    same, copy = logits.float(), logits.clone()
-    with pytest.warns(WholeLogitsWarning, match="div_"):
-        copy /= 2
-    shift(model, same, ids)
-    with pytest.warns(WholeLogitsWarning, match="div_"):
-        logits /= 2
-    shift(model, logits, ids)
-    with pytest.raises(InputError, match="were written into"):
-        shift(model, same, ids)
+    with pytest.raises(InputError, match="retain_graph=True"):
+        loss.backward()
+    with pytest.raises(InputError, match="create_graph=True"):
+        torch.autograd.grad(model(ids)[1], model.head.weight, create_graph=True)
+    del logits, loss
+    assert hidden() is None
+
+
+def test_a_head_of_which_tokens_are_not_all_treated_alike_is_refused():
+    model, ids = Small(shift), torch.randint(0, 50, (2, 12))
+    model.head.forward = lambda x: F.linear(x, model.head.weight) * (model.scale if len(x) else 1)
+    revzoo.chunk_loss_(model, chunk=5)
+    with pytest.raises(InputError, match="for some alone"):
+        model(ids)
+    model = Small(shift)
+    nn.utils.parametrizations.spectral_norm(model.head)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    revzoo.chunk_loss_(model)
+    with pytest.raises(InputError, match="head, which changes its 'parametrizations.weight.0._u'"):
+        model(ids)
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+
+
+def test_values_that_were_written_by_data_are_seen_in_the_first_steps():
+    model, ids = Small(lambda _, x, ids: x), torch.randint(0, 50, (2, 12))
+    revzoo.chunk_loss_(model, chunk=5)
+    logits = model(ids)
+    model.head.weight.data.mul_(1.01)  # as an average of the weights is copied
+    with pytest.raises(RecoveryError, match="head ran differently"):
+        F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def test_the_report_says_what_is_saved():
+    model, batch = make(tokens=256)
+    assert str(revzoo.chunk_loss_(model)) == (
+        "lm_head: its loss is computed in chunks of tokens. With batch= it is compared and counted"
+    )
+    revzoo.ordinary_(model)
+    report = revzoo.chunk_loss_(model, batch=batch)
+    assert (report.chunk, report.tokens) == (64, 512)
+    logits_bytes = 4 * 512 * VOCABULARY
+    assert report.ordinary_bytes - report.chunked_bytes > 2 * logits_bytes
+    assert str(report).endswith("8 chunks of 64 tokens")
+    revzoo.ordinary_(model)
+    assert "one chunk holds all 512 tokens" in str(revzoo.chunk_loss_(model, batch=batch, chunk=1000))
+
+
+def test_bytes_under_accelerates_wrapping():
+    """As Trainer prepares a network: autocast, and outputs cast to float32."""
+    logits_bytes, peaks = 4 * 512 * VOCABULARY, []
+    for chunked in (False, True):
+        torch.manual_seed(0)
+        model, batch = make(tokens=256)
+        if chunked:
+            revzoo.chunk_loss_(model, chunk=16)
+        prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+        with LiveBytes() as live:
+            given = live.watch(list(model.parameters()))
+            outputs = prepared(**batch)
+            outputs.loss.backward()
+        assert isinstance(outputs.logits, LazyLogits) is chunked
+        peaks.append(live.peak(without=given))
+    assert peaks[0] - peaks[1] > 2.5 * logits_bytes
 
 
 @pytest.mark.filterwarnings("ignore:Everything is stored")

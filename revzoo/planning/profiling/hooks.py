@@ -16,7 +16,6 @@ from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.layer_rules import has_inverse, is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
-from revzoo.runtime.lazy_logits import LazyLogits
 from revzoo.runtime.lookahead import LookaheadOption
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import tensors_in
@@ -174,7 +173,6 @@ class StepHooks:
             return
         self._waiting.add(unit)
         for t in tensors_in(tensors):
-            t = t.hidden if isinstance(t, LazyLogits) else t  # lazy ones have no gradient
             if t.requires_grad:
                 units = self._returned_by.setdefault(t, [])
                 if not units:
