@@ -14,7 +14,7 @@ state in the dtype of the tensor that it was called with, and what it returns ha
 Hooks of a block are outside of its step: they run once, and see states.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, cast
@@ -215,9 +215,14 @@ class Arguments(NamedTuple):
     examples: int
     group: HeadGroup | None = None
 
-    def cut(self, tile: Tile, x: Tensor) -> "Arguments":
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What may be cut."""
+        return self.positional, self.keywords
+
+    def cut(self, tile: Tile, x: Tensor, examples: Mapping[str, bool]) -> "Arguments":
         """Return those of a tile of the state x."""
-        positional, keywords = cut_side((self.positional, self.keywords), tile, x)
+        positional, keywords = cut_side(self.arguments, tile, x, examples)
         return self._replace(positional=positional, keywords=keywords)
 
 
@@ -356,7 +361,9 @@ class BlockStep(nn.Module):
         forward = Forward(x, side=arguments, grid=grid, keep=self.chain.keep)  # settings may differ from block to block
         forward.round = round
         has_cache = any(map(is_cache, (*arguments.positional, *arguments.keywords.values())))
-        is_whole = has_cache or not (torch.is_grad_enabled() or self.block.training)
+        # What hooks inside collect, such as attentions, is to be of the whole state.
+        collects = any(key.startswith("output_") and value is True for key, value in arguments.keywords.items())
+        is_whole = has_cache or collects or not (torch.is_grad_enabled() or self.block.training)
         try:
             with forward:
                 step = Step(self, self.name, self.chain.coupling, mode, is_whole)

@@ -12,20 +12,24 @@ A silenced submodule returns zeros without being run: its call is replaced by on
 in the present context. Nothing has to be known about the code around it. Hooks of a silenced submodule do not run.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from revzoo.block_steps.block_chain import Arguments, BlockChain, BlockOutput, BlockStep
 from revzoo.block_steps.conventions import find_state, get_state, put_state, replace_state
-from revzoo.block_steps.head_groups import HeadGroup, can_be_cut, only_heads
+from revzoo.block_steps.head_groups import HeadGroup, can_be_cut, count_groups, find_projections, only_heads
+from revzoo.device import has_value
 from revzoo.errors import InputError
+from revzoo.runtime.independence import describe_code, on_trial, randomize
+from revzoo.runtime.inventory import Inventory
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.ownership import ModuleReference
 
@@ -87,12 +91,33 @@ class BranchStep(BlockStep):
         extras, first.extras = first.extras, {}  # the graph holds it
         return self.following.run(*put_state(state, key, args, kwargs), BlockOutput(), extras)
 
-    def cut_terms(self, arguments: Arguments, count: int) -> list[Arguments]:
+    def cut_terms(self, state: Tensor, arguments: Arguments, count: int) -> list[Arguments]:
         """Return the side inputs of terms whose sum is f(x) - x, at most count of them: an attention's groups of heads."""
-        groups = max(n for n in range(1, min(count, self.branch.groups) + 1) if self.branch.groups % n == 0)
-        if groups == 1 or not can_be_cut(self.block.get_submodule(self.branch.parts[0])):
-            return []
-        return [arguments._replace(group=HeadGroup(i, groups)) for i in range(groups)]
+        most = 1 if self.branch.groups == 1 else self._count_groups(state, arguments)
+        groups = max(n for n in range(1, min(count, most) + 1) if most % n == 0)
+        return [arguments._replace(group=HeadGroup(i, groups)) for i in range(groups)] if groups > 1 else []
+
+    def _count_groups(self, state: Tensor, arguments: Arguments) -> int:
+        """Return into how many groups the heads can be put; tried again if something in the attention has been exchanged."""
+        block, attention = self.block, self.block.get_submodule(self.branch.parts[0])
+        if not can_be_cut(attention):
+            return 1
+        tried = _tried.get(attention)
+        if not has_value(state):  # where nothing is computed, parameters are others for a while
+            return self.branch.groups
+        if tried is not None and tried.inventory.has_same_entries() and tried.code == describe_code(tried.inventory.modules):
+            return tried.groups
+
+        def run(x: Tensor) -> Any:
+            positional, keywords = put_state(x, arguments.key, arguments.positional, arguments.keywords)
+            return self.call_block(*positional, **keywords)
+
+        whole = Inventory(block)
+        with on_trial(whole, state.device):
+            randomize(whole.modules)
+            count = try_groups(block, self.branch, self.name, run, torch.randn_like(state, dtype=arguments.dtype))
+        note_groups(attention, count)
+        return count
 
     def forward(self, state: Tensor, arguments: Arguments) -> Tensor:
         """Return f(w[k]): what the block returns in place of the state, if all that the other step runs returns zeros.
@@ -107,6 +132,84 @@ class BranchStep(BlockStep):
         if is_first_call and self.following is not None:
             returned.extras = leave_out_unreturned(scope.returned, returned.value)
         return out if group is None else cast(Tensor, scope.state)
+
+
+class _Tried(NamedTuple):
+    """What an attention held when its groups were tried, what its code was, and their number."""
+
+    inventory: Inventory
+    code: tuple[Any, ...]
+    groups: int
+
+
+_tried: WeakKeyDictionary[nn.Module, _Tried] = WeakKeyDictionary()
+
+
+def note_groups(attention: nn.Module, groups: int) -> None:
+    """Note that the heads of an attention can be put into groups, as long as nothing in it is exchanged."""
+    inventory = Inventory(attention)
+    _tried[attention] = _Tried(inventory, describe_code(inventory.modules), groups)
+
+
+def try_groups(block: nn.Module, branch: Branch, name: str, run: Callable[[Tensor], Any], x: Tensor) -> int:
+    """Return into how many groups the heads of a branch can be put: 1 unless it is the state plus the sum of their results.
+
+    Groups are run with their gradients, which a checkpoint inside would not know. Parameters of the attention are changed.
+
+    Args:
+        block: the block, with random parameters.
+        branch: the branch.
+        name: of its step.
+        run: the block, of a state.
+        x: a random state.
+    """
+    attention, flags = block.get_submodule(branch.parts[0]), [(module, module.training) for module in block.modules()]
+    if len(branch.parts) > 1 or not can_be_cut(attention) or (count := count_groups(attention)) == 1:
+        return 1
+    groups = [HeadGroup(i, count) for i in range(count)]
+    queries, keys, _, output = (cast(nn.Module, each) for each in find_projections(attention))
+    x, projected = x.detach().requires_grad_(), list[Tensor]()
+    try:
+        with torch.no_grad(), only_heads(attention, groups[0]):
+            for each in (queries, keys):  # what mixes heads, such as a norm over all of them, shows where they differ
+                cast(Tensor, each.weight).mul_(4)
+        for training in (True, False):
+            block.train(training)
+            results = list[list[Tensor]]()
+            for group in (HeadGroup(0, 1), *groups):
+                with torch.enable_grad(), silence(block, branch, name, x.dtype) as scope:
+                    scope.group = group
+                    run(x)
+                results.append([scope.state, *torch.autograd.grad(scope.state, x, torch.ones_like(scope.state))])
+            with (
+                torch.enable_grad(),
+                silence(block, branch, name, x.dtype),
+                output.register_forward_hook(lambda _, args, out: projected.append(out)),
+            ):
+                out = get_state(run(x))
+            if not _is_sum(out, x, projected[-1]):
+                return 1
+    except Exception:  # it wants all of its heads
+        return 1
+    finally:
+        for module, flag in flags:
+            module.training = flag
+    whole, *terms = results  # in evaluation
+    limit = min(0.05, 256 * max(torch.finfo(dtype).eps for dtype in (x.dtype, torch.float32)))  # norms are in float32
+    pairs = zip(whole, [cast(Tensor, sum(each)) for each in zip(*terms, strict=True)], strict=True)
+    return count if all(not has_value(a) or bool((a - b).norm() <= limit * a.norm()) for a, b in pairs) else 1
+
+
+def _is_sum(out: Tensor, x: Tensor, term: Tensor) -> bool:
+    """Return whether out is x plus the term and nothing else, by autograd's graph."""
+    waiting, ends = [out.grad_fn], []
+    while waiting:
+        node: Any = waiting.pop()
+        if node is not term.grad_fn and node.name() == "AddBackward0" and node._saved_alpha == 1:
+            waiting += [following for following, _ in node.next_functions if following is not None]
+        else:
+            ends.append(node is term.grad_fn or getattr(node, "variable", None) is x)
+    return len(ends) == 2 and all(ends)
 
 
 def leave_out_unreturned(seen: dict[str, Any], value: Any) -> dict[str, Any]:

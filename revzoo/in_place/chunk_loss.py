@@ -18,7 +18,7 @@ from revzoo.block_steps.conventions import look_for_state
 from revzoo.dtype import HALF
 from revzoo.errors import ConversionError, InputError, UnknownNameError
 from revzoo.format import format_bytes
-from revzoo.runtime.chunked_loss import choose_chunk, refuse_batch_norm, require_chunk
+from revzoo.runtime.chunked_loss import choose_chunk, refuse_mixing, require_chunk
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.lazy_logits import LazyLogits, WholeLogitsWarning
 from revzoo.runtime.live_bytes import LiveBytes
@@ -85,7 +85,7 @@ def chunk_loss_(
     name, module = _find_head(model, head)
     if get_chunked_head(module) is not None:
         raise InputError(f"The loss of this {type(model).__name__} is in chunks already. Received: chunk_loss_ again.")
-    refuse_batch_norm(module)
+    refuse_mixing(module)
     find = getattr(model, "get_output_embeddings", None)
     owner = getattr(find, "__self__", None) if callable(find) and find() is module else None
     chunked = ChunkedHead(module, name, chunk, owner)

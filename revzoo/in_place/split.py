@@ -19,13 +19,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
 from revzoo.analysis.dry_run import preserve_random_streams
-from revzoo.block_steps.branch import Branch, leave_out_unreturned, silence
+from revzoo.block_steps.branch import Branch, leave_out_unreturned, note_groups, silence
 from revzoo.block_steps.conventions import find_state, get_state, leave_out_caches, put_state
 from revzoo.block_steps.head_groups import HeadGroup, can_be_cut, count_groups, find_projections, only_heads
 from revzoo.device import has_value
 from revzoo.errors import ConversionError, UnknownNameError, join_names
 from revzoo.in_place.block_lists import BlockLists
 from revzoo.in_place.similarity import run_network
+from revzoo.runtime.independence import randomize
 from revzoo.runtime.nested import map_tensors, tensors_in
 
 Split = tuple[str | Sequence[str], str | Sequence[str]]
@@ -69,6 +70,8 @@ def find_branches(model: nn.Module, lists: BlockLists, split: Split, batch: Any)
                 def split_block(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trial: _Trial = trial) -> None:
                     if block not in branches:
                         branches[block] = trial.split(args, kwargs)
+                        for branch in branches[block]:
+                            note_groups(block.get_submodule(branch.parts[0]), branch.groups)
 
                 stack.callback(block.register_forward_pre_hook(split_block, with_kwargs=True).remove)
         run_network(model, batch)
@@ -137,8 +140,8 @@ class _Trial:
         with preserve_random_streams([state, *self._block.parameters()]):
             try:
                 self._block = copy.deepcopy(self._block)
+                randomize([*self._block.modules()])
                 for p in self._block.parameters():
-                    p.data = _randomize(p.data)
                     p.requires_grad_(p.is_floating_point())
                 x = torch.randn_like(state)
 
@@ -316,14 +319,6 @@ def _find_rest(module: nn.Module, prefix: str, parts: set[str]) -> Iterator[str]
             yield from _find_rest(child, f"{path}.", parts)
         else:
             yield path
-
-
-def _randomize(p: Tensor) -> Tensor:
-    """Return a parameter with noise of a size that is usual for it."""
-    if not p.is_floating_point() or p.dtype.itemsize < 2:
-        return p
-    size = 0.5 if p.dim() < 2 else p[0].numel() ** -0.5
-    return p + size * torch.randn_like(p)
 
 
 def _is_sum(out: Tensor, x: Tensor, term: Tensor) -> bool:

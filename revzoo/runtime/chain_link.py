@@ -18,7 +18,7 @@ from revzoo.runtime.inventory import take_inventory
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.refill_hooks import Recoverer
-from revzoo.runtime.segment import InvertedSegment, SavedInputs
+from revzoo.runtime.segment import InvertedSegment, KeptStates, SavedInputs
 from revzoo.runtime.tiles import MARK
 from revzoo.runtime.update import BijectionUpdate, Step, StepUpdate
 from revzoo.sharded import is_sharded
@@ -62,7 +62,7 @@ def run_link(
         update = StepUpdate(coupling, grid, pair[0], will_be_undone)
         if link.mode.drops:
             call = record_step(link, forward, watched=not will_be_undone)
-            recoverer = segment if segment is not None else SavedInputs(pair[1:], forward.round)
+            recoverer = segment if segment is not None else SavedInputs(KeptStates(pair[1:]), forward.round)
         begin_call(link.f, pair[1:], pair)
         out = call_once(link, pair, forward.side, call, recoverer)
         end_call(link.f, out)

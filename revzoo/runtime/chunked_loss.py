@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from revzoo.device import has_value
 from revzoo.dtype import HALF
 from revzoo.errors import InputError
 from revzoo.runtime.compiling import exclude_from_compilation
+from revzoo.runtime.independence import find_known_mixing
+from revzoo.runtime.inventory import take_inventory
 from revzoo.runtime.ownership import is_held_alone
 from revzoo.sharded import is_sharded
 
@@ -293,7 +294,7 @@ def _require(head: Any, hidden: Tensor, labels: Tensor, reduction: str, chunk: A
     require_chunk(chunk)
     refuse_sharded(hidden, *(head.parameters() if isinstance(head, nn.Module) else ()))
     if isinstance(head, nn.Module) and head.training:
-        refuse_batch_norm(head)
+        refuse_mixing(head)
 
 
 def require_chunk(chunk: Any) -> None:
@@ -302,14 +303,12 @@ def require_chunk(chunk: Any) -> None:
         raise InputError(f"chunk is a number of tokens, an integer >= 1. Received: {chunk!r}.")
 
 
-def refuse_batch_norm(head: nn.Module) -> None:
-    """Raise InputError if a head has a BatchNorm, which mixes tokens."""
-    for name, module in head.named_modules():
-        if isinstance(module, _BatchNorm):
-            raise InputError(
-                f"A head in chunks takes each token for itself. Received: {name or 'a head'}, a {type(module).__name__}, whose "
-                "statistics would be those of a chunk. Normalise before the head, or with a LayerNorm."
-            )
+def refuse_mixing(head: nn.Module) -> None:
+    """Raise InputError if a head is known to mix tokens, as BatchNorm does."""
+    if (reason := find_known_mixing(take_inventory(head), 0)) is not None:
+        raise InputError(
+            f"A head in chunks takes each token for itself. Received: {reason}. Normalise before the head, or with a LayerNorm."
+        )
 
 
 def refuse_sharded(*tensors: Tensor) -> None:

@@ -29,11 +29,13 @@ from revzoo.runtime.call_watch import CallWatch
 from revzoo.runtime.chunked_loss import Head, find_leaves, no_hooks, refuse_sharded
 from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.forward import Forward
+from revzoo.runtime.independence import find_mixing
 from revzoo.runtime.random_state import RandomState
 from revzoo.runtime.round import begin_round
 from revzoo.runtime.tripwire import Watch
 
 _UNDO = "Undo it: revzoo.ordinary_(model)."
+_TRIED = 128  # tokens, for whether the head takes each for itself
 
 
 class HeadCall:
@@ -76,7 +78,16 @@ class HeadCall:
                 for b, before in buffers:
                     b.copy_(before)
             raise InputError(f"A head in chunks runs several times. Received: {name}, which changes its {changed!r}. {_UNDO}")
+        if reason := self._find_mixing():
+            raise InputError(f"A head in chunks takes each token for itself. Received: {name}: {reason}. {_UNDO}")
         self.inputs = [self._hidden, *(leaf for leaf in find_leaves(self.sample) if leaf is not none)]
+
+    def _find_mixing(self) -> str | None:
+        hidden, inventory = self._hidden, self._conditions.inventory
+        rows = hidden.detach().flatten(0, -2)[:_TRIED] if hidden is not None else None
+        if rows is None or len(rows) < 2:
+            return None
+        return find_mixing(lambda x, _: self.head(x), inventory, rows, 0, len(rows) // 2)
 
     def head(self, x: Tensor) -> Tensor:
         """Return the logits (n, V) of hidden states (n, D), with the attributes that the head had when it was called."""

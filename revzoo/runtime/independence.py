@@ -1,7 +1,17 @@
-"""Whether a function treats the places along a dimension of its input by themselves: seen by running it on tiles."""
+"""Whether a function treats the places along a dimension of its input by themselves, so that it may run on pieces of it.
+
+Whatever is cut asks here: steps in tiles, norms in pieces, heads of language models in chunks. Two tests, on the full length:
+
+    values    f of the first and of the last piece returns what f of everything returns there, with the parameters that f has
+              and with random ones: those that are zero hide what they multiply
+    marks     NaN in one of these pieces leaves all others finite: 0 x NaN is NaN, so that nothing hides
+
+What has been seen holds until the modules of f, their classes, hooks or flags are others, or the input is longer.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,21 +21,19 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
+from revzoo.device import has_value, is_capturing
 from revzoo.runtime.attributes import Attributes
-from revzoo.runtime.inventory import Inventory, set_training, take_inventory
+from revzoo.runtime.inventory import Inventory, set_training
 from revzoo.runtime.random_state import RandomState, find_generators
 from revzoo.runtime.settings import Settings
-from revzoo.runtime.tiles import Tile, cut_side
-from revzoo.sharded import is_sharded
+from revzoo.runtime.tiles import Tile
 
-_Calls = list[list[tuple[nn.Module, Any]]]  # of each run: the modules called, with what they have returned
-_FEWEST = 64  # places that are looked at: a dilated convolution mixes those that are far from one another
+Piece = Callable[[Tensor, Tile], Any]  # f, given a piece of its input and which piece that is
+_Check = Callable[[Any, Any], bool]  # whether a result for everything, and one of a trial, show that places are mixed
 
 
 def find_known_mixing(inventory: Inventory, dim: int) -> str | None:
     """Return why a function that holds these modules may not be cut, where that need not be tried; else None."""
-    if is_sharded(*inventory.fixed):
-        return "its parameters are sharded, and would be gathered for each tile"
     for module in inventory.modules:
         is_of_examples = isinstance(module, _InstanceNorm) and not module.track_running_stats
         if isinstance(module, _NormBase) and (module.training or not module.track_running_stats) and not is_of_examples:
@@ -40,67 +48,182 @@ def drops_examples(module: nn.Module) -> bool:
     return type(module).__name__.endswith("DropPath") and bool(getattr(module, "drop_prob", None))
 
 
-def explain_mixing(f: Callable[..., Tensor], x: Tensor, side: Any, tiles: Sequence[Tile]) -> str | None:
-    """Return why f may not be run on tiles one by one, as the end of a sentence; None if it may.
+def can_tell(x: Tensor) -> bool:
+    """Return whether an input has finite numbers, so that runs on it can be compared."""
+    return has_value(x) and x.numel() > 0 and bool(x.isfinite().all())
 
-    It may if it returns for the first tile and for those after it what it returns for all of them: in evaluation, and in its
-    present mode unless it draws random numbers there. A few tiles are enough, and one example where examples are not cut.
+
+def describe_code(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+    """Return what the code of modules is besides their tensors and submodules: classes, hooks, another `forward`."""
+    others = [(m.__dict__.get("forward"), *m._forward_pre_hooks.values(), *m._forward_hooks.values()) for m in modules]
+    return (*map(type, modules), *(getattr(each, "__code__", type(each)) for each in chain.from_iterable(others)))
+
+
+def find_mixing(f: Piece, inventory: Inventory, x: Tensor, dim: int, size: int, kind: Any = None) -> str | None:
+    """Return why f may not be run on pieces one by one, as the end of a sentence; None if it may, or if nobody can tell.
+
+    Values are compared in its present mode, or in evaluation if it draws random numbers there.
 
     Args:
         f: the function.
-        x: its input.
-        side: its second argument, if it has one.
-        tiles: into which x is cut.
+        inventory: of its modules.
+        x: its whole input; one without values, or that is not finite, tells nothing.
+        dim: the dimension that is cut, from 0.
+        size: places in a piece.
+        kind: what else tells functions of these modules apart.
     """
-    inventory = take_inventory(f)
-    dim, first = tiles[0].dim, tiles[0].length
-    if dim and x.shape[0] > 1:
-        example = Tile(0, 0, 1)
-        x, side = example.of(x), cut_side(side, example, x)
-    length = min(max(2 * first, _FEWEST if dim else 0), x.shape[dim])
-    parts = [Tile(dim, *piece) for piece in ((0, length), (0, first), (first, length - first))]
-    limit = min(0.05, 256 * max(inventory.spacing, Settings(x.device).spacing, torch.finfo(x.dtype).eps))
+    key, length = (dim, kind, describe_code(inventory.modules)), x.shape[dim]
+    tried, reason = inventory.tested.get(key, (-1, None))
+    if reason is not None or length <= tried or is_capturing() or torch.compiler.is_compiling():
+        return reason
+    reason = find_known_mixing(inventory, dim)
+    if reason is None and can_tell(x):
+        with on_trial(inventory, x.device):
+            reason = _Trial(f, inventory, x, dim, size).find_reason()
+        inventory.tested[key] = length, reason
+    return reason
 
-    def run(note: _Calls | None = None) -> tuple[list[Any], list[dict[Any, Tensor]]]:
-        results, held = [], []
-        for part in parts:
-            if note is not None:
-                note.append([])
-            of_part = part.of(x).clone()  # f may change it in place
-            results.append(f(of_part) if side is None else f(of_part, cut_side(side, part, x)))
-            held.append(_list_attributes(inventory))
-        return results, held
 
-    fixed = inventory.fixed
-    versions = [t._version for t in fixed]
-    random, attributes = RandomState(find_generators((x.device,))), Attributes(*inventory.modules)
-    for training in ([False] * len(inventory.training), inventory.training):
-        set_training(inventory.modules, training)
+class _Trial:
+    def __init__(self, f: Piece, inventory: Inventory, x: Tensor, dim: int, size: int):
+        length = x.shape[dim]
+        self._f, self._inventory, self._x = f, inventory, x
+        self._whole = Tile(dim, 0, length)
+        self._pieces = [Tile(dim, 0, min(size, length)), Tile(dim, length - min(size, length), min(size, length))]
+        self._limit = min(0.05, 256 * max(inventory.spacing, Settings(x.device).spacing, torch.finfo(x.dtype).eps))
+        self._random = find_generators((x.device,))
+
+    def find_reason(self) -> str | None:
+        inventory = self._inventory
         try:
-            with torch.no_grad(), _disable_current_modes():
-                results, held = run()
-            random.end_first_run()
-            if random.has_drawn:
-                return None
-            if changed := [t for t, v in zip(fixed, versions, strict=True) if t._version != v]:
-                return f"f changes its {inventory.name(changed[0])!r} in every run"
-            if left := next((key for key, t in held[0].items() if _is_of_all(t, held[1].get(key))), None):
-                return f"f leaves {left[1]!r} on {_name(inventory, inventory.modules[left[0]])} which is of all of them"
-            if _differ(results, limit):
-                calls = _Calls()
-                with torch.no_grad(), _disable_current_modes(), _note_calls(calls):
-                    run(calls)
-                at = next((a for (a, x), (_, y), (_, z) in zip(*calls, strict=False) if _differ([x, y, z], limit)), None)
-                where = "its own code" if at is None else _name(inventory, at)
-                return f"what it returns for one place depends on others, as {where} is the first to show"
+            if (reason := self._find_marks() or self._compare()) is not None:
+                return reason
+            with suppress(Exception):  # not every function takes random parameters
+                randomize(inventory.modules)
+                return self._compare()
         except Exception as error:
             return f"for a tile it raises {type(error).__name__}: {error}"
-        finally:
-            set_training(inventory.modules, inventory.training)
-            attributes.restore()
-            random.end_first_run()
-            random.rewind()
-    return None
+        return None
+
+    def _compare(self) -> str | None:
+        """Compare values, in training and, if random numbers are drawn there, in evaluation."""
+        inventory = self._inventory
+        for flags in (inventory.training, [False] * len(inventory.training)):
+            set_training(inventory.modules, flags)
+            try:
+                random, fixed = RandomState(self._random), [*_list_tensors(inventory)]
+                versions = [t._version for _, t in fixed]
+                whole, held = self._run(self._whole), _list_attributes(inventory)
+                random.end_first_run()
+                if changed := [key for (key, t), version in zip(fixed, versions, strict=True) if t._version != version]:
+                    return f"f changes its {changed[0]!r} in every run"
+                for piece in () if random.has_drawn else self._pieces:
+                    check = lambda a, b, piece=piece: self._differs(a, b, piece)  # noqa: E731
+                    if check(whole, self._run(piece)):
+                        return self._name_first(check, piece)
+                    if left := next((at for at, t in _list_attributes(inventory).items() if _is_of_all(t, held.get(at))), None):
+                        return f"f leaves {left[1]!r} on {_name(inventory, inventory.modules[left[0]])} which is of all of them"
+                if not random.has_drawn:
+                    return None
+            finally:
+                set_training(inventory.modules, inventory.training)
+        return None
+
+    def _find_marks(self) -> str | None:
+        """Look for NaN where it was not put."""
+        whole = self._run(self._whole)
+        for piece in self._pieces if self._pieces[0] != self._whole else ():
+            check = lambda a, b, piece=piece: self._spreads(a, b, piece)  # noqa: E731
+            with suppress(Exception):  # f may take no NaN
+                if check(whole, self._run(self._whole, piece)):
+                    return self._name_first(check, self._whole, piece)
+        return None
+
+    def _run(self, tile: Tile, marked: Tile | None = None) -> Any:
+        x = tile.of(self._x).clone()  # f may change it in place
+        if marked is not None:
+            marked.of(x).fill_(torch.nan)
+        with torch.no_grad():
+            return self._f(x, tile)
+
+    def _name_first(self, check: _Check, tile: Tile, marked: Tile | None = None) -> str:
+        """Return a reason that names the first module without submodules whose results differ."""
+        calls: list[list[tuple[nn.Module, Any]]] = []
+        for each in ((self._whole, None), (tile, marked)):
+            calls.append([])
+            with _note_calls(calls[-1]):
+                self._run(*each)
+        at = next((module for (module, a), (_, b) in zip(*calls, strict=False) if check(a, b)), None)
+        where = "its own code" if at is None else _name(self._inventory, at)
+        return f"what it returns for one place depends on others, as {where} is the first to show"
+
+    def _differs(self, whole: Any, part: Any, piece: Tile) -> bool:
+        """Return whether a result for everything has other values at a piece than that for the piece alone, if one can tell."""
+        if not _are_comparable(whole, part):
+            return False
+        for dim in range(whole.dim()):
+            if part.shape[dim] * self._whole.length == whole.shape[dim] * piece.length:
+                share = whole.shape[dim] // self._whole.length or 1
+                expected = whole.narrow(dim, piece.start * share, part.shape[dim])
+                if expected.shape != part.shape:
+                    return True
+                is_finite = expected.isfinite()
+                error, size = (
+                    t.where(is_finite, 0.0).movedim(dim, 0).flatten(1).norm(dim=1) for t in (expected - part, expected)
+                )
+                return not bool((error <= self._limit * (size + size.square().mean().sqrt())).all())
+        return False
+
+    def _spreads(self, whole: Any, marked: Any, piece: Tile) -> bool:
+        """Return whether NaN in a piece of the input has made something else NaN, too, if one can tell."""
+        dim, _, length = self._whole
+        if not _are_comparable(whole, marked) or whole.shape != marked.shape or whole.dim() <= dim:
+            return False
+        share = whole.shape[dim] // length
+        is_spoilt = (whole.isfinite() & ~marked.isfinite()).movedim(dim, 0).flatten(1).any(1)
+        is_spoilt[piece.start * share : (piece.start + piece.length) * share] = False
+        return share * length == len(is_spoilt) and bool(is_spoilt.any())
+
+
+def _are_comparable(a: Any, b: Any) -> bool:
+    return all(isinstance(t, Tensor) and t.is_floating_point() and t.numel() for t in (a, b)) and a.dim() == b.dim() > 0
+
+
+@contextmanager
+def on_trial(inventory: Inventory, device: torch.device) -> Iterator[None]:
+    """Run modules inside the block without a trace: tensors, flags, attributes and random streams are as before it.
+
+    No dispatch mode sees it: those that count bytes and FLOPs count a step that is not tried.
+    """
+    random, attributes = RandomState(find_generators((device,))), Attributes(*inventory.modules)
+    try:
+        for module in inventory.modules:
+            if isinstance(module._buffers, dict):
+                module._buffers.update({key: None if b is None else b.clone() for key, b in module._buffers.items()})
+        with _disable_current_modes():
+            yield
+    finally:
+        attributes.restore()
+        random.end_first_run()
+        random.rewind()
+
+
+def randomize(modules: Sequence[nn.Module]) -> None:
+    """Give modules other parameters, with noise of a size that is usual for each: inside `on_trial`."""
+    known: dict[Tensor, nn.Parameter] = {}  # one may have several names
+    for module in modules:
+        for key, p in module._parameters.items():
+            if p is not None and p.is_floating_point() and p.dtype.itemsize >= 2:
+                size = 0.5 if p.dim() < 2 else p[0].numel() ** -0.5
+                if p not in known:
+                    known[p] = nn.Parameter(p.detach() + size * torch.randn_like(p), p.requires_grad)
+                module._parameters[key] = known[p]
+
+
+def _list_tensors(inventory: Inventory) -> Iterator[tuple[str, Tensor]]:
+    root = inventory.root
+    for named in () if root is None else (root.named_parameters(), root.named_buffers()):
+        yield from ((name, t) for name, t in named if not t.is_inference())
 
 
 def _list_attributes(inventory: Inventory) -> dict[Any, Tensor]:
@@ -109,43 +232,24 @@ def _list_attributes(inventory: Inventory) -> dict[Any, Tensor]:
     return {at: x for at, x in attributes if isinstance(x, Tensor) and x.is_floating_point()}
 
 
-def _is_of_all(of_all: Tensor, of_first: Tensor | None) -> bool:
-    """Return whether a tensor that f has left, such as a loss, is another one for the first tile."""
-    return of_first is not None and of_first.shape == of_all.shape and not torch.equal(of_first, of_all)
+def _is_of_all(of_piece: Tensor, of_all: Tensor | None) -> bool:
+    """Return whether a tensor that f has left, such as a loss, is another one for a piece."""
+    return of_all is not None and of_all.shape == of_piece.shape and not torch.equal(of_piece, of_all)
 
 
 @contextmanager
-def _note_calls(calls: _Calls) -> Iterator[None]:
-    """Note in the last list the modules without submodules that are called, and what they return."""
+def _note_calls(calls: list[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Note the modules without submodules that are called, and what they return."""
 
     def note(module: nn.Module, _: Any, out: Any) -> None:
         if not module._modules:
-            calls[-1].append((module, out))
+            calls.append((module, out))
 
     handle = register_module_forward_hook(note)
     try:
         yield
     finally:
         handle.remove()
-
-
-def _differ(results: Sequence[Any], limit: float) -> bool:
-    """Return whether what is returned for all places differs at one of them from that for its part, where one can tell."""
-    whole, first, second = results
-    if not all(isinstance(x, Tensor) and x.is_floating_point() and x.dim() == whole.dim() and x.numel() for x in results):
-        return False
-    for dim in range(whole.dim()):
-        lengths = first.shape[dim], second.shape[dim]
-        if sum(lengths) == whole.shape[dim]:
-            if any(part.shape != x.shape for part, x in zip(whole.split(lengths, dim), (first, second), strict=True)):
-                return True
-            is_finite = whole.isfinite()
-            error, size = (
-                x.where(is_finite, 0.0).movedim(dim, 0).flatten().view(sum(lengths), -1).norm(dim=1)
-                for x in (whole - torch.cat((first, second), dim), whole)
-            )
-            return not bool((error <= limit * (size + size.square().mean().sqrt())).all())
-    return False
 
 
 def _name(inventory: Inventory, module: nn.Module) -> str:

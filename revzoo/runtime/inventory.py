@@ -68,6 +68,8 @@ class Inventory:
         self.spacing = max(map(find_spacing, set(map(_get_dtype, fixed))), default=0.0)
         self.learned = Learned() if root is None else _learned.setdefault(root, Learned())
         self.named: dict[Any, list[ref[nn.Module]]] = {}  # submodules by the patterns that name them
+        # How long inputs were that were tried in pieces (`independence.py`), and what stood against that.
+        self.tested: dict[Any, tuple[int, str | None]] = {}
 
     @property
     def root(self) -> nn.Module | None:
@@ -172,7 +174,8 @@ class Learned:
 
 
 _learned: WeakKeyDictionary[nn.Module, Learned] = WeakKeyDictionary()
-_inventories: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], Inventory]] = WeakKeyDictionary()  # by silent submodules
+# By silent submodules, and by those and training flags.
+_inventories: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], Inventory]] = WeakKeyDictionary()
 
 
 def find_plain_tensors(modules: Sequence[nn.Module]) -> dict[tuple[int, str], int]:
@@ -192,12 +195,17 @@ def take_inventory(f: Any) -> Inventory:
         inventories = _inventories[root] = {}
     key = tuple(map(id, silent))
     known = inventories.get(key)
-    if known is not None and known.has_same_entries() and known.training == read_training(known.modules):
-        return known
-    for other in [other for other, each in inventories.items() if not each.has_same_entries()]:
-        del inventories[other]
-    inventory = inventories[key] = Inventory(root, silent)
-    return inventory
+    if known is not None and known.has_same_entries():
+        flags = read_training(known.modules)
+        if known.training == flags:
+            return known
+        known = inventories.get((*key, *flags))
+    if known is None or not known.has_same_entries():
+        for other in [other for other, each in inventories.items() if not each.has_same_entries()]:
+            del inventories[other]
+        known = Inventory(root, silent)
+    inventories[key] = inventories[*key, *known.training] = known
+    return known
 
 
 def read_training(modules: Sequence[nn.Module]) -> list[bool]:

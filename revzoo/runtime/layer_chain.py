@@ -20,7 +20,7 @@ from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.round import begin_round
-from revzoo.runtime.segment import InvertedSegment, SavedInputs
+from revzoo.runtime.segment import InvertedSegment, KeptStates, SavedInputs
 from revzoo.runtime.transforms import must_store
 
 
@@ -154,7 +154,7 @@ def _run_recorded(layers: Sequence[Layer], inputs: list[Tensor], lookahead: Look
                 begin_call(layer.module, (x,))
                 if layer.mode.keeps_input:
                     call = RecordedCall(layer.module, layer.name, forward, selective=layer.mode.is_selective)
-                    x = call.first_run(SavedInputs((x,), forward.round), x)
+                    x = call.first_run(SavedInputs(KeptStates((x,)), forward.round), x)
                 else:
                     x = layer.module(x)
                 end_call(layer.module, x)

@@ -12,7 +12,7 @@ from revzoo.runtime.inventory import take_inventory
 from revzoo.runtime.lookahead import LookaheadOption, check_lookahead
 from revzoo.runtime.mode import MODES, Mode
 from revzoo.runtime.schedule import STAGE_INPUTS, Applicable, check_schedule
-from revzoo.runtime.tiles import MARK, Tiles, check_tiles, find_tiles, tiled
+from revzoo.runtime.tiles import MARK, Tiles, check_tiles, find_tiles
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,9 @@ def set_tiles(layout: Sequence[LayoutEntry], tiles: int | Sequence[int]) -> None
             raise ScheduleError(f"Only steps are cut into tiles. Received: {count!r} for {unit.name}, a {unit.kind}.")
     for unit, count in zip(units, tiles, strict=True):
         dim = find_dim(unit.module)
-        tiled(unit.module, count, dim)
-        if count == 1 and dim == _find_usual_dim(unit.module):  # there is nothing to remember
+        examples = getattr(vars(unit.module).get(MARK), "examples", {})
+        unit.module.__dict__[MARK] = Tiles(count, dim, examples)
+        if count == 1 and dim == _find_usual_dim(unit.module) and not examples:  # there is nothing to remember
             del unit.module.__dict__[MARK]
 
 

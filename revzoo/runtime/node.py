@@ -13,7 +13,7 @@ from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.round import begin_round
-from revzoo.runtime.segment import SavedInputs
+from revzoo.runtime.segment import KeptStates, SavedInputs
 from revzoo.runtime.transforms import must_store
 
 
@@ -46,7 +46,7 @@ def _run_recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, loo
     forward.round = begin_round(module, inputs[0], (mode,))
     with forward:
         call = RecordedCall(module, name, forward, selective=mode.is_selective)
-        return call.first_run(SavedInputs(inputs, forward.round), *inputs)
+        return call.first_run(SavedInputs(KeptStates(inputs), forward.round), *inputs)
 
 
 def require_tensors(out: Any, name: str, count: int | None = None) -> None:

@@ -21,10 +21,10 @@ Known inefficiency: a second backward through a retained graph runs the chain fo
 Source: the reconstruction is Gomez et al. 2017, Algorithm 1.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -69,16 +69,26 @@ class KeptStates:
         return self._tensors
 
 
+class KeptInputs(Protocol):
+    """Has the inputs of a call."""
+
+    def get(self, find_place: Callable[[], str]) -> States:
+        """Return them; `find_place` returns words for a message that say which they are."""
+
+
 class SavedInputs:
     """Recovers one call from its inputs, which it keeps.
 
+    Args:
+        inputs: returns them.
+        round: counts that the second run is compared; None if it is not.
     Cost: the inputs, and one more forward of the call up to the last tensor that autograd saves in it; nothing where that saves
     inputs and parameters alone.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], round: Any = None):
+    def __init__(self, inputs: KeptInputs, round: Any = None):
         self.lock = RLock()
-        self._inputs = KeptStates(inputs)
+        self._inputs = inputs
         self._round = round
 
     def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:

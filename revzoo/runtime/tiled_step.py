@@ -12,6 +12,7 @@ the groups of an attention's heads. Then every term of a tile is such a call:
     w[k+1][t] = (a + c) w[k][t] + b w[k-1][t] + c first(w[k][t]), then  w[k+1][t] += c term(w[k][t])  for every other term
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -19,20 +20,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from revzoo.device import has_value, is_capturing
 from revzoo.errors import InputError
 from revzoo.runtime import seams
 from revzoo.runtime.chain_link import call_once
 from revzoo.runtime.coupling import Coupling, Pair, RandomSign
-from revzoo.runtime.exact import attach_graph, scale_gradient
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.independence import explain_mixing, find_known_mixing
+from revzoo.runtime.independence import can_tell, find_mixing
 from revzoo.runtime.inventory import take_inventory
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.ownership import is_held_alone
+from revzoo.runtime.pieces import Cut, Join, Sum, stand_in
 from revzoo.runtime.recorded_call import RecordedCall
-from revzoo.runtime.segment import InvertedSegment, SavedInputs
-from revzoo.runtime.tiles import Tile, Tiles, cut_side, cut_terms
+from revzoo.runtime.segment import InvertedSegment, KeptStates, SavedInputs
+from revzoo.runtime.tiles import Tile, Tiles, cut_side, cut_terms, note_examples
 from revzoo.runtime.update import States, Step, StepUpdate, Strides, Update, get_strides, restore_strides
 from revzoo.sharded import is_sharded
 
@@ -96,57 +96,6 @@ def _make_writable(state: Tensor, strides: Strides) -> Tensor:
     return restored if restored is not state or is_held_alone(state) else state.clone()
 
 
-class _Sum:
-    """The gradient of w[k], to which the calls of a step add theirs one after the other."""
-
-    gradient: Tensor | None = None
-
-
-class _Cut(torch.autograd.Function):
-    """Return a tensor and a tile of it; their gradients are added in the memory of `total`, which is this step's own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tile: Tile, total: _Sum, is_first: bool) -> tuple[Tensor, Tensor]:
-        ctx.tile, ctx.total, ctx.is_first, ctx.shape = tile, total, is_first, x.shape
-        ctx.set_materialize_grads(False)
-        return x.detach(), tile.of(x.detach())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        whole, part = grads
-        if part is None:
-            return whole, None, None, None
-        total = ctx.total
-        if whole is None:
-            whole = part.new_zeros(ctx.shape)
-        elif whole is not total.gradient:  # others may hold it
-            whole = whole.clone()
-        ctx.tile.of(whole).add_(part)
-        total.gradient = None if ctx.is_first else whole
-        return whole, None, None, None
-
-
-class _Join(torch.autograd.Function):
-    """Return w[k+1], computed elsewhere; its gradient goes to w[k-1], w[k] and what f has returned in every call.
-
-    Args:
-        tiles: of the calls.
-        terms: w[k-1], w[k], and what stands for what f has returned.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, following: Tensor, tiles: Sequence[Tile], coupling: Coupling, *terms: Tensor) -> Tensor:
-        ctx.tiles, ctx.coupling, ctx.dtype = tiles, coupling, terms[-1].dtype
-        return following.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (b, a, c) = grads, ctx.coupling.weights
-        # Terms of one tile share theirs, in the dtype that autograd would make of it for each.
-        changes = {tile: cast(Tensor, scale_gradient(tile.of(grad), c)).to(ctx.dtype) for tile in dict.fromkeys(ctx.tiles)}
-        return None, None, None, scale_gradient(grad, b), scale_gradient(grad, a), *map(changes.get, ctx.tiles)
-
-
 def run_tiles(
     step: Step, coupling: Coupling, pair: Pair, segment: InvertedSegment | None, forward: Forward, will_be_undone: bool
 ) -> Pair:
@@ -164,16 +113,16 @@ def run_tiles(
     """
     tiles = _cut_states(step, coupling, pair, forward.side)
     previous, current = pair
-    strides, inventory, total = get_strides(previous), take_inventory(step.f), _Sum()
+    strides, inventory, total = get_strides(previous), take_inventory(step.f), Sum()
     pieces = cast(Tiles, step.tiles).count_pieces(current.shape[tiles[0].dim])
-    terms = cut_terms(step.f, forward.side, pieces)
+    terms = cut_terms(step.f, current, forward.side, pieces)
     coupling, of_others = (coupling.with_residual, Coupling(0.0, 1.0, coupling.c)) if terms else (coupling, coupling)
     calls = [(tile, i, side) for tile in tiles for i, side in enumerate(terms or [forward.side])]
     outs: list[Tensor] = []
     begin_call(step.f, pair[1:], pair)
     following = torch.empty_like(previous, requires_grad=False)
     for tile, i, side in calls:
-        current, x = _Cut.apply(current, tile, total, not outs)
+        current, x = Cut.apply(current, tile, total, not outs)
         before, used = (following, of_others) if i else (previous, _cut_coupling(coupling, tile))
         older, is_last = tile.of(before.detach()), len(outs) + 1 == len(calls)
         updates = [
@@ -183,12 +132,12 @@ def run_tiles(
         update = TileUpdate(tile, updates, is_last, strides, will_be_undone)
         if is_last:
             update.b = coupling.b  # all calls together multiply errors once
-        call, recoverer, of_tile = None, None, cut_side(side, tile, current)
+        call, recoverer, of_tile = None, None, cut_side(side, tile, current, cast(Tiles, step.tiles).examples)
         if step.mode.drops:
             own = forward if of_tile is forward.side else forward.with_side(of_tile)
             selective, watched = step.mode.is_selective, not will_be_undone
             call = RecordedCall(step.f, step.name, own, selective=selective, watched=watched, inventory=inventory)
-            recoverer = segment if segment is not None else SavedInputs((x,), forward.round)
+            recoverer = segment if segment is not None else SavedInputs(KeptStates((x,)), forward.round)
         out = call_once(step, (older, x), of_tile, call, recoverer)
         if segment is not None:
             segment.append(update, call, (older, x))  # it may remember what is written over next
@@ -196,11 +145,12 @@ def run_tiles(
             update.fill(following, before, current, out)
         if forward.grid is not None and i + 1 < len(terms):  # the sum may be in its range though a part of it is not
             forward.grid.watch(tile.of(following), f"in {step.name}")
-        outs.append(attach_graph(out.new_empty(()).expand(out.shape), (1.0,), out))  # without memory
+        outs.append(stand_in(out))
         del out
     end_call(step.f, outs)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (previous, current, *outs)):
-        following = _Join.apply(following, [tile for tile, *_ in calls], coupling, previous, current, *outs)
+        tiles = [tile for tile, *_ in calls]
+        following = Join.apply(following, tiles, lambda: coupling.weights, *outs, previous, current)
     return current, following
 
 
@@ -213,6 +163,11 @@ def _cut_states(step: Step, coupling: Coupling, pair: Pair, side: Any) -> list[T
             f"{tuple(newer.shape)}."
         )
     dim = tiles.dim % newer.dim()
+    if is_sharded(*take_inventory(step.f).fixed):
+        raise InputError(
+            f"{step.name} is cut into tiles, and its parameters are sharded: they would be gathered for each of them. Leave "
+            "tiles out."
+        )
     if any(is_sharded(x) or x.is_nested for x in pair) or older.dim() <= dim or older.shape[dim] != newer.shape[dim]:
         raise InputError(
             f"{step.name} is cut into tiles along dimension {dim}, so both states must be dense and of one length along it. "
@@ -221,19 +176,40 @@ def _cut_states(step: Step, coupling: Coupling, pair: Pair, side: Any) -> list[T
     if type(coupling) not in (Coupling, RandomSign):
         raise InputError(f"{step.name} is cut into tiles, and its coupling, a {type(coupling).__name__}, may not be.")
     cut = tiles.cut(newer)
-    inventory = take_inventory(step.f)
-    flags = tuple(inventory.training)
-    if flags not in tiles.tested and len(cut) > 1 and not is_capturing() and not torch.compiler.is_compiling():
-        x = newer.detach()
-        tells = has_value(x) and x.numel() > 0 and bool(x.isfinite().all())
-        if reason := find_known_mixing(inventory, dim) or (explain_mixing(step.f, x, side, cut) if tells else None):
-            raise InputError(
-                f"{step.name} cannot be cut into tiles along dimension {dim} of its state: {reason}. Cut it along another one "
-                "(0 are examples), or not at all."
-            )
-        if tells:
-            tiles.tested.add(flags)
+    if len(cut) > 1:
+        _require_independence(step, newer.detach(), side, cut[0])
     return cut
+
+
+def _require_independence(step: Step, x: Tensor, side: Any, tile: Tile) -> None:
+    """Raise InputError if f is seen to mix the places along the dimension, or nobody knows what of its side input is cut."""
+    tiles, inventory = cast(Tiles, step.tiles), take_inventory(step.f)
+    unclear = note_examples(side, x, tiles.examples)
+    if tile.dim and not unclear and len(x) > 1:  # one example is enough
+        example = Tile(0, 0, 1)
+        x, side = example.of(x), cut_side(side, example, x, tiles.examples)
+    unclear = unclear if not tile.dim and can_tell(x) else []
+    reasons = dict[tuple[bool, ...], str | None]()
+    for guess in itertools.product((True, False), repeat=len(unclear)):
+        examples = tiles.examples | dict(zip(unclear, guess, strict=True))
+
+        def run(part: Tensor, piece: Tile, examples: dict[str, bool] = examples) -> Tensor:
+            of_piece = cut_side(side, piece, x, examples)
+            return step.f(part) if of_piece is None else step.f(part, of_piece)
+
+        reasons[guess] = find_mixing(run, inventory, x, tile.dim, tile.length, guess)
+    right = [guess for guess, reason in reasons.items() if reason is None]
+    if not right:
+        raise InputError(
+            f"{step.name} cannot be cut into tiles along dimension {tile.dim} of its state: {next(iter(reasons.values()))}. "
+            "Cut it along another one (0 are examples), or not at all."
+        )
+    if len(right) > 1:
+        raise InputError(
+            f"{step.name} is cut into tiles of examples, and {unclear[0]} in its side input has a place for each of {len(x)} "
+            "examples, or tokens or channels. Begin with a batch of another size, or say it: tiled(f, ..., dim=0, side=True)."
+        )
+    tiles.examples |= zip(unclear, right[0], strict=True)
 
 
 def _cut_further(older: Tensor, newer: Tensor, count: int, dim: int) -> list[Tile]:

@@ -520,6 +520,6 @@ def test_refusals():
     revzoo.ordinary_(model)
     model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0].roll(1, 0),))  # outside of what is in chunks
     model.lm_head.forward = lambda x: F.linear(x.cumsum(0), model.lm_head.weight)
-    with pytest.raises(ConversionError, match="mix tokens"):
+    with pytest.raises(InputError, match="takes each token for itself"):
         revzoo.chunk_loss_(model, batch=batch, chunk=5)
     assert not isinstance(model(**batch).logits, LazyLogits)

@@ -30,6 +30,8 @@ def list_widths(model, batch=TEXT, schedule="invert"):
     widths = []
     queries = next(m for name, m in model.named_modules() if name.endswith("layers.1.self_attn.q_proj"))
     with queries.register_forward_hook(lambda _, args, out: widths.append(out.shape[-1])):
+        train_step(model, batch, schedule)  # with the hook, all is tried again
+        widths.clear()
         gradients, _ = train_step(model, batch, schedule)
     return gradients, widths
 
@@ -145,8 +147,43 @@ def adapt_with_a_square_factor(model):
     peft.inject_adapter_in_model(peft.LoraConfig(r=keys, target_modules=["k_proj"], init_lora_weights=False), model)
 
 
+class Normalized(torch.nn.Linear):
+    def forward(self, x):
+        return F.normalize(super().forward(x), dim=-1)
+
+
+class Quantized(torch.nn.Linear):
+    """A weight whose spacing is that of all heads together."""
+
+    def forward(self, x):
+        spacing = self.weight.abs().amax() / 7
+        return F.linear(x, self.weight + ((self.weight / spacing).round() * spacing - self.weight).detach(), self.bias)
+
+
+class Buffered(torch.nn.Linear):
+    extra = torch.full((32, 32), 0.1, dtype=torch.float64)
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.extra
+
+
+def make_another(kind, name):
+    def change(model):
+        for layer in model.model.layers:
+            getattr(layer.self_attn, name).__class__ = kind
+
+    return change
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("change", [shift, normalize_weights, adapt_with_a_square_factor])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(shift, normalize_weights, adapt_with_a_square_factor, mix_heads, checkpoint_attention),
+        *(make_another(kind, "o_proj") for kind in (Normalized, Quantized, Buffered)),
+        make_another(Normalized, "q_proj"),
+    ],
+)
 def test_what_comes_after_the_steps_and_is_not_known_runs_whole(change):
     model = make(4)
     change(model)

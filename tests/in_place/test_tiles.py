@@ -4,12 +4,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import revzoo
 from revzoo.block_steps import block_chain
-from revzoo.errors import InputError
+from revzoo.errors import InputError, RecoveryError
 from tests.in_place.networks import (
     IDS,
     NETWORKS,
@@ -136,12 +137,85 @@ def test_the_norms_of_one_text_are_run_in_pieces(trained, monkeypatch):
         for name, p in model.named_parameters():
             p.requires_grad = trained == "all" or ("norm" in name) == (trained == "weights of norms")
         revzoo.reversible_(model, batch={"input_ids": ids}, split=SPLIT, tiles=tiles, **ONE_BIT)
+        train_step(model, {"input_ids": ids, "labels": ids})  # it is tried
         lengths.clear()
         gradients.append(train_step(model, {"input_ids": ids, "labels": ids})[0])
     assert set(lengths) == {8}  # those in blocks, and the last one
     assert gradients[0].keys() == gradients[1].keys()
     for name, whole in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], whole, rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
+
+
+class OverTokens(LlamaRMSNorm):
+    def forward(self, x):
+        return x * x.pow(2).mean((-1, -2), keepdim=True).rsqrt() * self.weight
+
+
+class Dropping(LlamaRMSNorm):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.3, self.training)
+
+
+class Counting(LlamaRMSNorm):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (1 + 0.1 * self.calls)
+
+
+class Placed(LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x) * torch.linspace(1, 2, x.shape[1], dtype=x.dtype)[:, None]
+
+
+class Conditional(LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x) * (1 + self.condition)
+
+
+class Moving(LlamaRMSNorm):
+    moved = None
+
+    def forward(self, x):
+        if self.training:
+            self.moved = x.detach().square().mean() + (0 if self.moved is None else self.moved)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("norm", [OverTokens, Dropping, Counting, Placed, Conditional, Moving])
+@pytest.mark.parametrize("place", ["in blocks", "after them"])
+def test_norms_of_any_kind_compute_what_they_are(norm, place):
+    """In pieces where each token is treated by itself, and then compared like steps; else whole."""
+    ids, found = torch.arange(12)[None] % 8, []
+    for tiles, schedule in ((1, "store"), (4, "store"), (4, "invert")):
+        torch.manual_seed(0)
+        model = llama(3).double()
+        condition = torch.linspace(-1, 1, 32, dtype=torch.float64, requires_grad=True)
+        norms = [module for module in model.model.layers.modules() if isinstance(module, LlamaRMSNorm)]
+        for each in norms if place == "in blocks" else [model.model.norm]:
+            each.__class__, each.condition = norm, condition * 1
+        revzoo.reversible_(model, tiles=tiles)
+        weight, hooked = model.model.layers[1].input_layernorm.weight, []
+        weight.register_hook(lambda gradient, hooked=hooked: hooked.append(1) or gradient / 2)
+        torch.manual_seed(5)
+        if norm is Counting and place == "in blocks" and schedule == "invert":
+            with pytest.raises(RecoveryError, match="ran differently"):
+                train_step(model, {"input_ids": ids, "labels": ids}, schedule)
+            continue
+        gradients = train_step(model, {"input_ids": ids, "labels": ids}, schedule)[0]
+        assert len(hooked) == 1
+        found.append(gradients | ({"condition": condition.grad} if norm is Conditional else {}))
+    for other in found[1:]:
+        for name, expected in found[0].items():
+            torch.testing.assert_close(other[name], expected, rtol=1e-6, atol=1e-9)
+
+
+def test_what_is_collected_inside_is_of_the_whole_state():
+    model = llama(3, attn_implementation="eager")
+    revzoo.reversible_(model, tiles=4)
+    attentions = model(IDS[:1].repeat(4, 1), output_attentions=True).attentions
+    assert [tuple(each.shape)[:2] for each in attentions] == [(4, 4)] * 3
 
 
 def test_norms_that_are_called_by_keyword_are_run_whole(monkeypatch):
@@ -162,9 +236,10 @@ def test_norms_in_pieces_return_the_dtype_of_their_weights_and_leave_nothing_beh
         norm.register_forward_hook(lambda _, args, out: dtypes.add((out.dtype, type(out.grad_fn).__name__)))
     with torch.autocast("cpu", torch.bfloat16):  # as after peft's prepare_model_for_kbit_training
         revzoo.reversible_(model, batch={"input_ids": ids}, split=SPLIT, tiles=8, **ONE_BIT)
+        train_step(model, {"input_ids": ids, "labels": ids})  # they are tried
         dtypes.clear()
         train_step(model, {"input_ids": ids, "labels": ids})
-    assert dtypes == {(torch.float32, "_InPiecesBackward"), (torch.float32, "MulBackward0")}  # in an MLP's tiles they are whole
+    assert dtypes == {(torch.float32, "JoinBackward"), (torch.float32, "MulBackward0")}  # in an MLP's tiles they are whole
     revzoo.ordinary_(model)
     assert not any("forward" in norm.__dict__ for norm in norms)
 

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
 import revzoo
-from revzoo.parts.branches.mlp import MlpBranch
-from revzoo.parts.branches.reformer import ChunkedMlpBranch, LSHAttention, SharedQKAttention
+from revzoo.parts.branches.reformer import LSHAttention, SharedQKAttention
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.heads.text import TokenLinear
-from revzoo.runtime import LiveBytes
 
 TOKENS = BuildContext(Shape(16, (32,), "tokens"), 16)
 IMAGE = BuildContext(Shape(8, (6, 4), "image"), 8)
@@ -163,32 +160,6 @@ def test_half_precision_and_autocast(dtype):
     assert y.dtype == dtype
     assert y.isfinite().all()
     torch.testing.assert_close(y[mask].float(), expected[mask], rtol=0.05, atol=0.05)
-
-
-def test_chunked_mlp_equals_mlp():
-    whole, chunked = MlpBranch(TOKENS), ChunkedMlpBranch(TOKENS, chunks=5)
-    chunked.load_state_dict(whole.state_dict())
-    sizes = []
-    chunked.mlp.fc1.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].shape[1]))
-    for N, expected in ((32, [7, 7, 7, 7, 4]), (3, [1, 1, 1])):
-        x = torch.randn(2, N, 16)
-        torch.testing.assert_close(chunked(x), whole(x), rtol=0, atol=1e-6)
-        assert sizes == expected
-        sizes.clear()
-
-
-def test_chunks_save_hidden_channels_without_a_gradient():
-    context = BuildContext(Shape(64, (1000,), "tokens"), 64)
-    peaks = {}
-    for chunks in (1, 10):
-        with FakeTensorMode(), torch.no_grad(), LiveBytes() as live:
-            f, x = ChunkedMlpBranch(context, chunks=chunks), torch.empty(1, 1000, 64)
-            lasting = live.watch((x, *f.parameters()))
-            f(x)
-        peaks[chunks] = live.peak(without=lasting)
-    stream = 1000 * 64 * 4
-    # Whole: normed tokens, hidden channels before and after GELU. In chunks: their outputs, before and after concatenation.
-    assert peaks == {1: (1 + 4 + 4) * stream, 10: 2 * stream}
 
 
 def test_token_linear_is_the_formula():

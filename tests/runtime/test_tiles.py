@@ -133,6 +133,8 @@ def test_there_are_no_more_tiles_than_places(shape, dim):
     chain, streams, lengths = make_chain(2, 4, dim), make_streams(*shape), []
     run(chain, streams, "store")
     chain.steps[0].register_forward_hook(lambda step, args, out: lengths.append(out.shape[dim]))
+    run(chain, streams, "store")  # with the hook, it is tried again
+    lengths.clear()
     assert_equal(run(chain, streams, "store"), run(make_chain(2, 1), streams, "store"))
     assert lengths == {0: [0], 1: [1], 3: [1, 1, 1], 7: [2, 2, 2, 1]}.get(shape[dim], [2, 2, 1])
     assert_equal(run(chain, streams, "invert"), run(chain, streams, "store"))
@@ -338,6 +340,39 @@ class DropPath(nn.Identity):
     drop_prob = 0.5
 
 
+class ZeroAttention(Attention):
+    """As gates, adapters and output projections begin."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(D, D)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, w):
+        return w.tanh() + self.out(super().forward(w))
+
+
+class Far(nn.Conv1d):
+    """Reaches 128 places to both sides, as WaveNet does."""
+
+    def __init__(self):
+        super().__init__(D, D, 3, padding=128, dilation=128)
+
+    def forward(self, w):
+        return super().forward(w.transpose(1, 2)).transpose(1, 2)
+
+
+class FromFiveOn(nn.Linear):
+    def forward(self, w):
+        return super().forward(w) - (w.mean(0) if len(w) > 4 else 0)
+
+
+class Rolled(nn.Linear):
+    def forward(self, w):
+        return super().forward(w.roll(128, 1))
+
+
 IMAGES = (2, 4, 16, 4)
 
 
@@ -351,11 +386,15 @@ IMAGES = (2, 4, 16, 4)
         (lambda: nn.GroupNorm(2, 4), IMAGES, 2, 2, "others, as f, a GroupNorm, is the first"),
         (Attention, (B, N, D), 2, 1, "others, as its own code is the first"),
         (Positions, (B, N, D), 2, 1, "others, as f, a Positions, is the first"),
+        (ZeroAttention, (B, N, D), 2, 1, "others, as out, a Linear, is the first"),
+        (Far, (B, 320, D), 8, 1, "others, as f, a Far, is the first"),
+        (lambda: Rolled(D, D), (B, 320, D), 8, 1, "others, as f, a Rolled, is the first"),
+        (lambda: FromFiveOn(D, D), (9, N, D), 9, 0, "others, as f, a FromFiveOn, is the first"),
         (Experts, (8, 8, D), 2, 0, "others, as its own code is the first"),
         (lambda: LeavesLoss(D, D), (B, N, D), 2, 1, "f leaves 'loss' on f, a LeavesLoss,"),
         (lambda: CountsCalls(D, D), (B, N, D), 2, 1, "f changes its 'calls' in every run"),
         (lambda: nn.Sequential(nn.Linear(D, D), DropPath()), (B, N, D), 2, 1, "1, a DropPath, drops whole examples"),
-        (lambda: nn.Linear(D, D), (B, N, D), 2, 2, "for a tile it raises RuntimeError: .*mat1 and mat2"),
+        (lambda: nn.Linear(D, D), (B, N, D), 2, 2, "others, as f, a Linear, is the first"),
     ],
 )
 @pytest.mark.parametrize("schedule", ["store", "invert"])
@@ -366,6 +405,70 @@ def test_what_mixes_the_places_is_refused_by_name(make, shape, tiles, dim, culpr
     assert all(module.training for module in chain.modules())
     chain.tiles = 1
     run(chain, make_streams(*shape), "store")
+
+
+@pytest.mark.parametrize("change", ["module", "class", "forward", "hook", "length"])
+def test_what_is_exchanged_or_longer_is_tried_again(change):
+    chain = make_chain(
+        2, 4, 0, lambda: nn.Sequential(nn.Linear(D, D), FromFiveOn(D, D) if change == "length" else nn.Identity())
+    )
+    streams = make_streams(4, N, D)
+    run(chain, streams, "invert")
+    step = chain.steps[1]
+    if change == "module":
+        step[1] = Experts().double()
+    if change == "class":
+        step[0].__class__ = FromFiveOn
+    if change == "forward":
+        step[1].forward = lambda w: w - w.mean(0)
+    if change == "hook":
+        step[1].register_forward_hook(lambda module, args, out: out - out.mean(0))
+    if change in ("class", "length"):
+        streams = make_streams(8, N, D)
+    with pytest.raises(InputError, match=r"steps\.[01] cannot be cut into tiles along dimension 0"):
+        run(chain, streams, "invert")
+
+
+class Rotated(nn.Linear):
+    """Has a side input of tokens and channels."""
+
+    def forward(self, w, side):
+        return super().forward(w).tanh() * side["rope"] + side["mask"]
+
+
+@pytest.mark.parametrize("first", [4, 8])
+def test_a_side_input_is_cut_by_its_place_and_not_by_a_shape_that_fits(first):
+    """A batch of as many examples as tokens comes second, or is the first: then one of the ways to cut it is right."""
+    side = {"rope": torch.linspace(-1, 1, 8 * D).view(8, D).double(), "mask": torch.zeros(())}
+    chain = make_chain(2, 8, 0, lambda: Rotated(D, D))
+    for examples in (first, 8):
+        streams = make_streams(examples, 8, D)
+        chain.tiles, chain.schedule = 1, "store"
+        whole = run(chain, streams, "store", side=side)
+        chain.tiles = 8
+        assert_equal(run(chain, streams, "invert", side=side), whole)
+
+
+def test_a_side_input_of_which_nothing_tells_is_refused_unless_it_is_said():
+    side, streams = {"rope": torch.ones(8, D).double(), "mask": torch.ones(8, 1, D).double()}, make_streams(8, 8, D)
+    chain = make_chain(2, 8, 0, lambda: Rotated(D, D))
+    with pytest.raises(InputError, match=r"\['rope'\] in its side input .* another size, or say it: tiled"):
+        run(chain, streams, "invert", side=side)
+    whole = run(make_chain(2, 1, 0, lambda: Rotated(D, D)), streams, "store", side=side)
+    for step in chain.steps:
+        tiled(step, 8, 0, side={"rope": False, "mask": True})
+    assert_equal(run(chain, streams, "invert", side=side), whole)
+
+
+def test_trying_leaves_everything_as_it_was():
+    chain, streams = make_chain(2, 2, make=lambda: nn.Sequential(CountsCalls(D, D), nn.Dropout(0.3))), make_streams()
+    before = {key: t.clone() for key, t in chain.state_dict().items()}
+    held, state = [dict(module._parameters) for module in chain.modules()], torch.get_rng_state()
+    with pytest.raises(InputError, match="f changes its '0.calls' in every run"):
+        chain(*streams)
+    assert all(torch.equal(t, before[key]) for key, t in chain.state_dict().items())
+    assert [dict(module._parameters) for module in chain.modules()] == held
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_what_is_seen_in_evaluation_is_looked_at_again_in_training():

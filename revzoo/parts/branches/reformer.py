@@ -1,4 +1,4 @@
-"""The branches of Reformer: attention with queries as keys, over all tokens or hashed ones, and an MLP in chunks.
+"""The branches of Reformer: attention with queries as keys, over all tokens or hashed ones.
 
 B examples, M heads, R rounds of hashing, N tokens, C channels of a head, G chunks of K tokens.
 """
@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from revzoo.bounds import PositiveFloat, PositiveInt, Rate
+from revzoo.bounds import PositiveInt, Rate
 from revzoo.errors import PartArgumentError
-from revzoo.parts.branches.mlp import MlpBranch
 from revzoo.parts.context import BuildContext
-from revzoo.parts.layers.convolution import ActivationName, TokenNorm, build_token_norm
+from revzoo.parts.layers.convolution import TokenNorm, build_token_norm
 from revzoo.parts.layers.drop_path import DropPath
 from revzoo.registry import branches
 
@@ -222,40 +221,3 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
 def _restore_order(x: Tensor, inverse: Tensor) -> Tensor:
     """Return x (B, M, R, G, K, C) in the order of the text: (B, M, R, N, C)."""
     return x.flatten(3, 4).gather(3, inverse[..., None].expand(-1, -1, -1, -1, x.shape[-1]))
-
-
-@branches.register("chunked_mlp")
-class ChunkedMlpBranch(MlpBranch):
-    """Normalise each token and apply the same MLP to each, one chunk of the sequence after the other.
-
-    The outputs and the parameters are those of `mlp`. Without gradients, only the hidden channels of one chunk exist at a
-    time: at most 24 MiB instead of 80 besides the weights (4,096 tokens of 512 channels, float32, 10 chunks).
-    Training gains little, because backward recomputes a step whole and autograd then saves the tensors of all chunks at
-    once: 120 MiB instead of 136 for a chain of such steps, and nothing in a Reformer, whose peak is in its attention
-    (654 MiB).
-
-    Shapes: (B, N, D) -> (B, N, D); a mask of the tokens is accepted and has no effect.
-    Args:
-        ratio: hidden width divided by the width.
-        chunks: number of chunks; a text of fewer tokens gets one chunk per token.
-        act: activation between the two linear layers.
-        norm: norm before the MLP.
-    Source: Reformer (Kitaev et al. 2020), section 3, "chunking"; lucidrains/reformer-pytorch, Chunk and FeedForward.
-    """
-
-    def __init__(
-        self,
-        context: BuildContext,
-        *,
-        ratio: PositiveFloat = 4.0,
-        chunks: PositiveInt = 1,
-        act: ActivationName = "gelu",
-        norm: TokenNorm = "layer_norm",
-    ):
-        super().__init__(context, ratio=ratio, act=act, norm=norm)
-        self.chunks = chunks
-
-    def forward(self, x: Tensor, mask: object = None) -> Tensor:
-        results = [self.mlp(self.norm(chunk)) for chunk in x.chunk(self.chunks, 1)]
-        out: Tensor = self.drop_path(torch.cat(results, 1))
-        return out
