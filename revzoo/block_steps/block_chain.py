@@ -15,7 +15,7 @@ Hooks of a block are outside of its step: they run once, and see states.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, cast
 
@@ -99,7 +99,7 @@ class BlockChain:
         self.schedule = "invert"
         self._before_plan: tuple[list[Mode], list[int]] | None = None
         self.keep = keep
-        self.states, self._smallest_row = grid.states, grid.smallest_row
+        self.set_grid(grid)
         self._beginnings = 0
         self.members: list[BlockStep] = []
         self.checkpoints = Checkpoints(self._owner, self.members)
@@ -152,11 +152,16 @@ class BlockChain:
     def tiles(self, tiles: int | Sequence[int]) -> None:
         set_tiles(self.layout(), tiles)
 
+    def set_grid(self, grid: StateGrid) -> None:
+        """Take this grid for the states from now on."""
+        self.states, self.smallest_row = grid.states, grid.smallest_row
+        self.coupling = replace(self.coupling, fraction_bits=grid.fraction_bits)
+
     def look_at_rows(self, state: Tensor, scale: float, name: str) -> None:
         """Warn if the grid is too coarse for a first state: any on a CPU, elsewhere the 1st, 2nd, 4th, 8th, ..."""
         self._beginnings += 1
         if can_read_now(state) or not self._beginnings & (self._beginnings - 1):  # other devices have to be waited for
-            self._smallest_row = warn_of_lost_rows(state, scale, self._smallest_row, name)
+            self.smallest_row = warn_of_lost_rows(state, scale, self.smallest_row, name)
 
     def begin_plan(self) -> None:
         """Remember schedule and tiles, since a plan brings others. If a plan replaces a plan, the first ones count."""

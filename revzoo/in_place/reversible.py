@@ -17,6 +17,7 @@ from revzoo.analysis.likeness import on_grid_of_training, warn_of_another_functi
 from revzoo.analysis.tiles import choose_tiles
 from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
+from revzoo.block_steps.saved_setting import drop_setting, find_saved_grid, keep_setting
 from revzoo.block_steps.state_grid import FRACTION_BITS, StateGrid, StateSizes, choose_grid
 from revzoo.bounds import MOST_KEPT_BITS, Sign
 from revzoo.device import has_float64, has_value
@@ -159,11 +160,13 @@ def reversible_(
     chains, steps = list[BlockChain](), list[BlockStep]()
     for path, blocks in chosen.items():
         owner = model.get_submodule(next(iter(blocks)).rpartition(".")[0].rpartition(".")[0])
-        grid = StateGrid(fraction_bits=fraction_bits)
-        if surveys is not None and fraction_bits is None:
+        grid, recurrence = StateGrid(fraction_bits=fraction_bits), _make_coupling(coupling, kept_bits, sign, fraction_bits)
+        saved = find_saved_grid(model, path, recurrence) if fraction_bits is None else None
+        if saved is not None:
+            grid = saved
+        elif surveys is not None and fraction_bits is None:
             grid, note = _choose_grid(model, [surveys[name] for name in blocks])
             notes += [f"{path}: {note}"] if note else []
-        recurrence = _make_coupling(coupling, kept_bits, sign, grid.fraction_bits)
         chain = BlockChain(path, owner, list(blocks), recurrence, names, check_patterns(keep), grid)
         chains.append(chain)
         for i, (name, block) in enumerate(blocks.items()):
@@ -177,6 +180,7 @@ def reversible_(
     try:
         for step in steps:
             step.install()
+        keep_setting(model, chains)
         if tiles == "auto":
             with in_mode(model, training=True):
                 choose_tiles(model, batch)
@@ -207,6 +211,7 @@ def reversible_(
     except BaseException:
         for step in steps:
             step.remove()
+        drop_setting(model, chains)
         raise
 
 
@@ -226,9 +231,11 @@ def ordinary_(model: nn.Module) -> None:
             f"No block of this {type(model).__name__} was made reversible by reversible_, nor was its loss changed by "
             "chunk_loss_, so nothing can be undone."
         )
+    chains = {step.chain.path: step.chain for step in steps if isinstance(step, BlockStep)}.values()
     try:
         for step in steps:
             step.remove()
+        drop_setting(model, chains)
     except BaseException:  # half of a chain would be another function
         for step in steps:
             step.install()
