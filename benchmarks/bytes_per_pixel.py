@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from bytes_per_pixel_figure import plot_pixels
+from pixel_terms import bytes_per_pixel
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -73,13 +74,13 @@ def count_model(name: str) -> dict[str, Any]:
     """Return a row: the terms of the model in its usual schedule, and the peak in others and of its twin."""
     model = load_model(name)
     batch = model.example_input(_BATCH)
-    report = revzoo.bytes_per_pixel(model, batch)
+    report = bytes_per_pixel(model, batch)
     row = {"model": name, "family": model.spec.family, "inverted": report.to_dict(), "published": _PUBLISHED.get(name)}
     usual = model.schedule
     model.schedule = ["recompute" if mode == "store" else mode for mode in usual]
-    row["nodes_recomputed"] = revzoo.bytes_per_pixel(model, batch).bytes_per_pixel
+    row["nodes_recomputed"] = bytes_per_pixel(model, batch).bytes_per_pixel
     model.schedule = "store"
-    row["stored"] = revzoo.bytes_per_pixel(model, batch).bytes_per_pixel
+    row["stored"] = bytes_per_pixel(model, batch).bytes_per_pixel
     return row | {"twin": count_twin(model.spec, batch)}
 
 
@@ -89,7 +90,7 @@ def count_twin(spec: Spec, batch: Tensor) -> dict[str, Any]:
     if isinstance(twin, str):
         return {"problem": twin}
     try:
-        return revzoo.bytes_per_pixel(twin, batch).to_dict()
+        return bytes_per_pixel(twin, batch).to_dict()
     except Exception as error:  # a library's network may raise anything for images of another size
         return {"problem": f"{type(error).__name__}: {error}".partition("\n")[0]}
 

@@ -4,11 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from revzoo.analysis.bytes_per_pixel import bytes_per_pixel as bytes_per_pixel
     from revzoo.analysis.numerics import NumericsReport as NumericsReport
     from revzoo.analysis.numerics import measure_numerics as measure_numerics
     from revzoo.analysis.report import MemoryReport as MemoryReport
-    from revzoo.analysis.report import PixelReport as PixelReport
     from revzoo.analysis.step_memory import measure_memory as measure_memory
     from revzoo.analysis.tiles import choose_tiles as choose_tiles
     from revzoo.analysis.verify import VerifyReport as VerifyReport
@@ -52,14 +50,12 @@ _HOMES = {
     "Model": "revzoo.model.create",
     "ModulePlan": "revzoo.graph",
     "NumericsReport": "revzoo.analysis.numerics",
-    "PixelReport": "revzoo.analysis.report",
     "Plan": "revzoo.planning.plan",
     "Profile": "revzoo.planning.profiling.profile",
     "ReversibleReport": "revzoo.in_place.reversible",
     "Spec": "revzoo.spec",
     "VerifyReport": "revzoo.analysis.verify",
     "build": "revzoo.model.builder",
-    "bytes_per_pixel": "revzoo.analysis.bytes_per_pixel",
     "choose_tiles": "revzoo.analysis.tiles",
     "chunk_loss_": "revzoo.in_place.chunk_loss",
     "chunked_loss": "revzoo.runtime.chunked_loss",

@@ -5,8 +5,6 @@ from typing import Any, Literal
 
 from revzoo.format import format_bytes
 
-PhaseName = Literal["forward", "backward"]
-
 
 @dataclass(frozen=True)
 class MemoryReport:
@@ -69,89 +67,6 @@ LABELS = {
     "allocator_peak_bytes": "CUDA peak allocated",
     "allocator_reserved_bytes": "CUDA peak reserved",
 }
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The most bytes that are alive at once while a unit runs.
-
-    Args:
-        unit: name of the unit.
-        phase: whether that is in its forward or in its backward.
-        hidden_bytes: activations that backward has yet to use, z.
-        gradient_bytes: gradients of activations, g.
-        temporary_bytes: all else.
-    """
-
-    unit: str
-    phase: PhaseName
-    hidden_bytes: int
-    gradient_bytes: int
-    temporary_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """The sum of the terms."""
-        return self.hidden_bytes + self.gradient_bytes + self.temporary_bytes
-
-
-@dataclass(frozen=True)
-class PixelReport:
-    """The memory of a training step, in the terms of Hascoet et al. 2023, section 3.
-
-    Weights are apart, since they do not grow with the images. What grows is hidden activations z that backward has yet to use,
-    their gradients g, and temporaries: a stage has the three at its own peak, and the peak of the training step is that of one
-    stage. Buffers, gradients of weights, and the images themselves are left out, as in the paper.
-
-    Args:
-        images: number of images in the batch.
-        size: height and width of an image.
-        weight_bytes: all parameters, shared ones once.
-        stages: the peak of every stage by its name, in order.
-        counted_bytes: the peak as `revzoo.measure_memory` counts it, `activation_bytes`. The terms of the highest stage add up
-            to it.
-    """
-
-    images: int
-    size: tuple[int, int]
-    weight_bytes: int
-    stages: dict[str, Peak]
-    counted_bytes: int
-
-    @property
-    def pixels(self) -> int:
-        """The number of pixels in the batch."""
-        return self.images * self.size[0] * self.size[1]
-
-    @property
-    def bytes_per_pixel(self) -> float:
-        """The counted peak over the pixels."""
-        return self.counted_bytes / self.pixels
-
-    @property
-    def peak_stage(self) -> str:
-        """The name of the stage that has the peak."""
-        return max(self.stages, key=lambda name: self.stages[name].total_bytes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as mappings, lists and scalars, ready for JSON."""
-        return asdict(self) | {"bytes_per_pixel": self.bytes_per_pixel, "peak_stage": self.peak_stage}
-
-    def __str__(self) -> str:
-        height, width = self.size
-        longest = max(map(len, self.stages)) + 2  # with a mark
-        lines = [
-            f"{self.bytes_per_pixel:.1f} bytes per pixel of {self.images} images of {height} x {width} "
-            f"({format_bytes(self.counted_bytes)}), and {format_bytes(self.weight_bytes)} of weights",
-            f"{'stage':<{longest}}        z        g  temporaries      sum  at its peak in",
-        ]
-        for name, peak in self.stages.items():
-            z, g, rest, total = (
-                each / self.pixels for each in (peak.hidden_bytes, peak.gradient_bytes, peak.temporary_bytes, peak.total_bytes)
-            )
-            stage = f"{name}{' *' * (name == self.peak_stage)}"
-            lines.append(f"{stage:<{longest}}  {z:>7.1f}  {g:>7.1f}  {rest:>11.1f}  {total:>7.1f}  {peak.phase} of {peak.unit}")
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

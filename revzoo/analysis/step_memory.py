@@ -12,9 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from revzoo.analysis.autocast import leave_autocast
 from revzoo.analysis.chains import find_chains, preserve_schedules
 from revzoo.analysis.dry_run import LossFunction, call, compute_loss, isolated, require_whole, updates_in_backward
-from revzoo.analysis.memory_terms import OperationLog, PixelUnit
 from revzoo.analysis.optimizer_step import NO_OPTIMIZER, OptimizerBytes, count_optimizer, count_updates_apart
-from revzoo.analysis.report import MemoryReport, Peak
+from revzoo.analysis.report import MemoryReport
 from revzoo.device import forget_peak, has_streams
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.live_bytes import LiveBytes, LiveBytesOfReplacedCalls
@@ -58,12 +57,10 @@ class CountedStep(NamedTuple):
         kept: bytes that each unit keeps for backward. A tensor is attributed to the last unit called before it was created:
             additions after a unit to that unit, and so are the final streams of a run of inverted steps. What is created
             before the first unit is attributed to the first.
-        peaks: of every stage that was called, in order. The terms of the highest add up to `memory.activation_bytes`.
     """
 
     memory: MemoryReport
     kept: dict[str, int]
-    peaks: dict[str, Peak]
 
 
 def run_and_measure(
@@ -72,7 +69,6 @@ def run_and_measure(
     optimizer: OptimizerBytes = NO_OPTIMIZER,
     *,
     units: Sequence[str] = (),
-    stages: Sequence[PixelUnit] = (),
     loss: LossFunction | None = None,
     other_bytes: int | None = None,
 ) -> CountedStep:
@@ -83,12 +79,10 @@ def run_and_measure(
         batch: as yielded by `isolated`.
         optimizer: what the optimizer takes.
         units: names of submodules, in the order of their calls.
-        stages: modules whose peaks are split into terms.
         loss: as for `measure_memory`.
         other_bytes: what else is alive during the whole step.
     """
-    live = _create_log(model, stages)
-    terms = live if isinstance(live, OperationLog) else None
+    live = LiveBytesOfReplacedCalls() if any(map(is_replaced, model.modules())) else LiveBytes()
     weights = live.watch(model.parameters())
     buffers = live.watch(model.buffers()) - weights
     inputs = live.watch(batch) - weights - buffers
@@ -100,7 +94,7 @@ def run_and_measure(
         del outputs
         with leave_autocast():
             forward = live.now()
-            total.backward(None if terms is None else terms.begin_backward(total))
+            total.backward()
         gradients = live.watch(p.grad for p in model.parameters())
     lasting = weights | buffers | inputs | gradients
     memory = MemoryReport(
@@ -118,32 +112,19 @@ def run_and_measure(
     )
     kept = live.alive_by_birth([0, *list(starts.values())[1:], end], without=lasting, at=forward)
     kept_by_unit = dict(zip(starts, kept, strict=False))  # the last entry of `kept` is the loss
-    return CountedStep(memory, kept_by_unit, {} if terms is None else terms.find_peaks(lasting))
-
-
-class _OperationLogOfReplacedCalls(LiveBytesOfReplacedCalls, OperationLog):
-    """Logs operations of modules whose calls `replaced_call.py` replaces."""
-
-
-def _create_log(model: nn.Module, stages: Sequence[PixelUnit]) -> LiveBytes:
-    if any(map(is_replaced, model.modules())):
-        return _OperationLogOfReplacedCalls(stages) if stages else LiveBytesOfReplacedCalls()
-    return OperationLog(stages) if stages else LiveBytes()
+    return CountedStep(memory, kept_by_unit)
 
 
 @contextmanager
 def _record_starts(model: nn.Module, units: Sequence[str], live: LiveBytes) -> Iterator[dict[str, int]]:
     """Yield a mapping to which each unit adds, when it is called, its position in the log of `live`."""
-    terms = live if isinstance(live, OperationLog) else None
     names, starts = {id(model.get_submodule(unit)): unit for unit in units}, dict[str, int]()
 
     def begin_call(module: nn.Module, *_: Any) -> None:
         if (unit := names.get(id(module))) is not None:
             starts[unit] = live.now()
-        if terms is not None:
-            terms.begin_call(module)
 
-    with observe_calls(begin_call), nullcontext() if terms is None else terms.hook_modules():
+    with observe_calls(begin_call):
         yield starts
 
 

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
 from revzoo.analysis.dry_run import preserve_random_streams
-from revzoo.block_steps.branch import Branch, leave_out_unreturned, note_groups, silence
+from revzoo.block_steps.branch import Branch, leave_out_unreturned, note_groups, silence, try_groups
 from revzoo.block_steps.conventions import find_state, get_state, leave_out_caches, put_state
-from revzoo.block_steps.head_groups import HeadGroup, can_be_cut, count_groups, find_projections, only_heads
 from revzoo.device import has_value
 from revzoo.errors import ConversionError, UnknownNameError, join_names
 from revzoo.in_place.block_lists import BlockLists
@@ -187,46 +186,8 @@ class _Trial:
                 f"{unknown[0]} of {self._name} does nothing on this batch, so it may belong to either of the two steps. "
                 f"{_USUAL}"
             )
-        one, other = (replace(branch, groups=self._count_groups(branch, run, x)) for branch in branches)
+        one, other = (replace(branch, groups=try_groups(self._block, branch, self._name, run, x)) for branch in branches)
         return one, other
-
-    def _count_groups(self, branch: Branch, run: _Run, x: Tensor) -> int:
-        """Return into how many groups the heads of a branch can be put: 1 unless it is the state plus the sum of their results.
-
-        Groups are run with their gradients, which a checkpoint inside would not know.
-        """
-        attention = self._block.get_submodule(branch.parts[0])
-        if len(branch.parts) > 1 or (count := count_groups(attention)) == 1 or not can_be_cut(attention):
-            return 1
-        groups = [HeadGroup(i, count) for i in range(count)]
-        queries, keys, _, output = (cast(nn.Module, each) for each in find_projections(attention))
-        x, projected = x.detach().requires_grad_(), list[Tensor]()
-        try:
-            with torch.no_grad(), only_heads(attention, groups[0]):
-                for each in (queries, keys):  # what mixes heads, such as a norm over all of them, shows where they differ
-                    cast(Tensor, each.weight).mul_(4)
-            for training in (True, False):
-                self._block.train(training)
-                results = list[list[Tensor]]()
-                for group in (HeadGroup(0, 1), *groups):
-                    with torch.enable_grad(), silence(self._block, branch, self._name, x.dtype) as scope:
-                        scope.group = group
-                        run(x)
-                    results.append([scope.state, *torch.autograd.grad(scope.state, x, torch.ones_like(scope.state))])
-                with (
-                    torch.enable_grad(),
-                    silence(self._block, branch, self._name, x.dtype),
-                    output.register_forward_hook(lambda _, args, out: projected.append(out)),
-                ):
-                    out = get_state(run(x))
-                if not _is_sum(out, x, projected[-1]):
-                    return 1
-        except Exception:  # it wants all of its heads
-            return 1
-        whole, *terms = results  # in evaluation
-        limit = min(0.05, 256 * max(torch.finfo(dtype).eps for dtype in (x.dtype, torch.float32)))  # norms are in float32
-        pairs = zip(whole, [cast(Tensor, sum(each)) for each in zip(*terms, strict=True)], strict=True)
-        return count if all(not has_value(a) or bool((a - b).norm() <= limit * a.norm()) for a, b in pairs) else 1
 
     def _run_branches(self, branches: Branches, run: _Run, x: Tensor) -> Any:
         """Return what the block returns when its branches run in two steps."""
@@ -319,18 +280,6 @@ def _find_rest(module: nn.Module, prefix: str, parts: set[str]) -> Iterator[str]
             yield from _find_rest(child, f"{path}.", parts)
         else:
             yield path
-
-
-def _is_sum(out: Tensor, x: Tensor, term: Tensor) -> bool:
-    """Return whether out is x plus the term and nothing else, by autograd's graph."""
-    waiting, ends = [out.grad_fn], []
-    while waiting:
-        node: Any = waiting.pop()
-        if node is not term.grad_fn and node.name() == "AddBackward0" and node._saved_alpha == 1:
-            waiting += [following for following, _ in node.next_functions if following is not None]
-        else:
-            ends.append(node is term.grad_fn or getattr(node, "variable", None) is x)
-    return len(ends) == 2 and all(ends)
 
 
 def _is_alike(a: Tensor, b: Tensor) -> bool:

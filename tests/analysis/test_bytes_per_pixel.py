@@ -6,10 +6,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 import revzoo
+from benchmarks.pixel_terms import Peak, PixelUnit, bytes_per_pixel, count_step
 from revzoo.analysis.dry_run import isolated
-from revzoo.analysis.memory_terms import PixelUnit
-from revzoo.analysis.report import Peak
-from revzoo.analysis.step_memory import run_and_measure
 from revzoo.analysis.twin import build_twin
 from revzoo.errors import InputError
 from revzoo.runtime import InvertibleLeakyReLU, LayerChain
@@ -60,7 +58,7 @@ class Sums(nn.Module):
 
 
 def test_stored_activations_by_hand(images):
-    report = revzoo.bytes_per_pixel(convolutions(nn.ReLU()), images)
+    report = bytes_per_pixel(convolutions(nn.ReLU()), images)
     assert {name: (peak.phase, terms(peak)) for name, peak in report.stages.items()} == {
         "0": ("forward", (0, 0, 8)),  # its output, which nobody keeps
         "1": ("backward", (8, 16, 0)),  # the output of ReLU, and the gradients of it and of its input
@@ -69,12 +67,12 @@ def test_stored_activations_by_hand(images):
     assert (report.peak_stage, report.counted_bytes) == ("1", 24 * CHANNEL + LOSS)
     assert (report.bytes_per_pixel, report.weight_bytes) == (24 * 4 + LOSS / report.pixels, WEIGHTS)
     assert (report.pixels, report.images, report.size) == (B * SIZE * SIZE, B, (SIZE, SIZE))
-    squared = revzoo.bytes_per_pixel(convolutions(nn.ReLU()), images, loss=lambda y: y.square().sum())
+    squared = bytes_per_pixel(convolutions(nn.ReLU()), images, loss=lambda y: y.square().sum())
     assert terms(squared.stages["2"]) == (16, 8, 16)  # it also keeps the last output, from which it makes the gradient
 
 
 def test_temporaries_by_hand(images):
-    report = revzoo.bytes_per_pixel(convolutions(nn.ReLU(), Sums(), Sums()), images)
+    report = bytes_per_pixel(convolutions(nn.ReLU(), Sums(), Sums()), images)
     assert terms(report.stages["2"]) == (8, 0, 32)  # ReLU's output, and four sums
     assert report.stages["2"].phase == "forward"
     assert terms(report.stages["4"]) == (16, 16, 0)  # and the input of the last convolution
@@ -83,20 +81,20 @@ def test_temporaries_by_hand(images):
 def test_rebuilt_activations_by_hand(images):
     """An inverted layer keeps its output alone, and rebuilds its input: the hook that watches it may not stop that."""
     chain = LayerChain(InvertibleLeakyReLU(), InvertibleLeakyReLU(), InvertibleLeakyReLU())
-    report = revzoo.bytes_per_pixel(convolutions(chain), images)
+    report = bytes_per_pixel(convolutions(chain), images)
     assert terms(report.stages["1"]) == (8, 8, 8)  # a state, its gradient, and what is made of it
     assert report.counted_bytes == 24 * CHANNEL + LOSS
     assert report.counted_bytes == revzoo.measure_memory(convolutions(chain), images).activation_bytes
     assert report.stages["1"].unit == "1"
     chain.schedule = "store"
-    assert terms(revzoo.bytes_per_pixel(convolutions(chain), images).stages["1"]) == (24, 16, 0)
+    assert terms(bytes_per_pixel(convolutions(chain), images).stages["1"]) == (24, 16, 0)
 
 
 @pytest.mark.parametrize(("name", "overrides", "mode"), MODELS)
 def test_the_terms_add_up_to_the_count(name, overrides, mode):
     model = revzoo.create(name, overrides=overrides, schedule=mode, device="meta")
     batch = model.example_input(2)
-    report = revzoo.bytes_per_pixel(model, batch)
+    report = bytes_per_pixel(model, batch)
     counted = revzoo.measure_memory(model, batch).activation_bytes
     assert report.counted_bytes == report.stages[report.peak_stage].total_bytes == counted
     stages = [f"stages.{i}" for i in range(len(model.spec.stages))]
@@ -109,7 +107,7 @@ def test_the_terms_add_up_to_the_count(name, overrides, mode):
 def test_the_terms_of_a_twin_add_up_to_the_count():
     spec = revzoo.load_spec("revnet_38", overrides=["input.size=[16,16]"])
     twin, batch = build_twin(spec), torch.empty(2, 3, 16, 16, device="meta")
-    report = revzoo.bytes_per_pixel(twin, batch)
+    report = bytes_per_pixel(twin, batch)
     assert report.counted_bytes == report.stages[report.peak_stage].total_bytes
     assert report.counted_bytes == revzoo.measure_memory(twin, batch).activation_bytes
     assert list(report.stages) == ["stem", "blocks", "norm", "linear"]
@@ -122,20 +120,21 @@ def test_every_unit_is_seen_in_forward(name):
     model = revzoo.create(name)
     units = [PixelUnit(entry.name, entry.module, entry.name) for entry in model.layout() if entry.is_unit]
     with isolated(model, model.example_input(2), fake=True) as batch:
-        assert list(run_and_measure(model, batch, stages=units).peaks) == list(model.units)
+        log, lasting = count_step(model, batch, units)
+    assert list(log.find_peaks(lasting)) == list(model.units)
 
 
 def test_values_that_a_later_node_rebuilds_from_are_hidden_activations():
     """After forward a chain of inverted steps has one pair of streams, and nothing else."""
     model = revzoo.create("rev_vit_digits", device="meta")
-    fuse = revzoo.bytes_per_pixel(model, model.example_input(1)).stages["fuse"]
+    fuse = bytes_per_pixel(model, model.example_input(1)).stages["fuse"]
     pair, statistics = 2 * 16 * 64 * 4, 2 * 16 * 4  # of 16 patches of 64 channels
     assert fuse.phase == "backward"
     assert fuse.hidden_bytes == 2 * pair + statistics  # the pair, and the norm's input, which is both of them joined
 
 
 def test_a_name_is_enough():
-    report = revzoo.bytes_per_pixel("rev_vit_digits")
+    report = bytes_per_pixel("rev_vit_digits")
     assert (report.images, report.size) == (32, (8, 8))
     _, heads, *lines = str(report).splitlines()
     assert [line.split()[0] for line in (heads, *lines)] == ["stage", "stem", "stages.0", "fuse", "head"]
@@ -145,7 +144,7 @@ def test_a_name_is_enough():
 
 
 def test_a_single_module_is_its_own_stage(images):
-    report = revzoo.bytes_per_pixel(nn.Conv2d(1, 4, 1, device="meta"), images)
+    report = bytes_per_pixel(nn.Conv2d(1, 4, 1, device="meta"), images)
     assert list(report.stages) == ["Conv2d"]
     assert report.counted_bytes == 4 * CHANNEL + LOSS
 
@@ -161,4 +160,4 @@ def test_a_single_module_is_its_own_stage(images):
 )
 def test_what_has_no_pixels_is_refused(model, batch, message):
     with pytest.raises(InputError, match=message):
-        revzoo.bytes_per_pixel(model, batch)
+        bytes_per_pixel(model, batch)

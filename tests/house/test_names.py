@@ -14,12 +14,11 @@ import revzoo.runtime
 from revzoo import errors, registry
 
 CLASSES = {
-    "ConvertReport", "Fits", "MemoryReport", "Model", "ModulePlan", "NumericsReport", "PixelReport", "Plan", "Profile",
+    "ConvertReport", "Fits", "MemoryReport", "Model", "ModulePlan", "NumericsReport", "Plan", "Profile",
     "ReversibleReport", "Spec", "VerifyReport",
 }  # fmt: skip
 PINNED = {
     "build": "(spec)",
-    "bytes_per_pixel": "(model, batch=None, *, loss=None)",
     "choose_tiles": "(model, batch, *, loss=None)",
     "chunk_loss_": "(model, head=None, *, batch=None, loss=None, chunk=None)",
     "chunked_loss": "(head, hidden, labels, *, loss=None, reduction='mean', ignore_index=-100, label_smoothing=0.0, "

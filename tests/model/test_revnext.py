@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import revzoo
+from benchmarks.pixel_terms import bytes_per_pixel
 from revzoo.errors import InputError, SpecError
 
 
@@ -70,7 +71,7 @@ def test_what_is_between_the_stem_and_the_first_step_is_not_kept():
     ],
 )
 def test_float32_channels_per_pixel_at_the_peak(name, channels):
-    report = revzoo.bytes_per_pixel(build(name, ["input.size=[240,240]"]))
+    report = bytes_per_pixel(build(name, ["input.size=[240,240]"]))
     assert report.bytes_per_pixel // 4 == channels
     assert report.bytes_per_pixel - 4 * channels < 0.1  # statistics of norms, and which pixels were the largest
 
