@@ -16,8 +16,7 @@ the CPU clock of one thread: the cases take turns, and the median over all round
     arithmetic    forward and backward of the chains of runtime.py with exact=True, or with the lost bits kept, over `invert`
     long chains   time of a step of a chain of 64 and of 6144 steps; what finds a step must not depend on their number
     tripwire      forward and backward of the transformer chain with the tripwire on, over off
-    in-place ABN  forward and backward of timm's ResNet-50 by inplace_abn_ and of resnext_101_iabn, over the same network with
-                  BatchNorm and leaky ReLU in place
+    in-place ABN  forward and backward of resnext_101_iabn, over the same network with BatchNorm and leaky ReLU in place
 
 With `--stub` the device takes no time, so that what is measured is all that the host does. The steps are attention and MLPs of
 width 384 on 4 x 16 tokens, under autocast to bfloat16 and in float32.
@@ -40,14 +39,12 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from comparison import net as blocks
 from runtime import Figure, nets, report
@@ -200,20 +197,13 @@ def tripwire(rounds: int, quick: bool) -> Iterator[Figure]:
 
 
 def in_place_abn(rounds: int, quick: bool) -> Iterator[Figure]:
-    size, batch = (64, 4) if quick else (128, 8)
-    twin = timm.create_model("resnet26" if quick else "resnet50", act_layer="leaky_relu", zero_init_last=False)
-    abn = deepcopy(twin)
+    size, batch = (64, 2) if quick else (128, 4)
     images = torch.randn(batch, 3, size, size)
-    revzoo.inplace_abn_(abn, images)
-    yield from in_place_abn_ratios("timm ResNet", {"BatchNorm": twin, "in-place ABN": abn}, images, rounds)
     overrides = [f"input.size=[{size}, {size}]"] + [f"stages.{i}.depth=1" for i in range(4) if quick]
     nets = {"BatchNorm": "resnext_101_bn", "in-place ABN": "resnext_101_iabn"}
     models = {method: revzoo.create(name, overrides=overrides) for method, name in nets.items()}
     models["in-place ABN"].load_state_dict(models["BatchNorm"].state_dict())
-    yield from in_place_abn_ratios("ResNeXt-101", models, images[: batch // 2], rounds)
 
-
-def in_place_abn_ratios(net: str, models: Mapping[str, nn.Module], images: Tensor, rounds: int) -> Iterator[Figure]:
     def run(model: nn.Module) -> None:
         model.zero_grad()
         model(images).square().mean().backward()
@@ -221,7 +211,7 @@ def in_place_abn_ratios(net: str, models: Mapping[str, nn.Module], images: Tenso
     durations = take_turns({method: partial(run, model) for method, model in models.items()}, rounds, warm_up=1)
     depth = sum(isinstance(module, nn.Conv2d) for module in models["BatchNorm"].modules())
     targets = {"in-place ABN": _IN_PLACE_ABN}
-    yield from ratios("time over BatchNorm", net, depth, durations, "BatchNorm", targets)
+    yield from ratios("time over BatchNorm", "ResNeXt-101", depth, durations, "BatchNorm", targets)
 
 
 def host_work(rounds: int) -> Iterator[Figure]:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from revzoo.graph import reforward as reforward
     from revzoo.graph import release as release
     from revzoo.in_place.chunk_loss import chunk_loss_ as chunk_loss_
-    from revzoo.in_place.inplace_abn import inplace_abn_ as inplace_abn_
     from revzoo.in_place.reversible import ReversibleReport as ReversibleReport
     from revzoo.in_place.reversible import ordinary_ as ordinary_
     from revzoo.in_place.reversible import reversible_ as reversible_
@@ -65,7 +64,6 @@ _HOMES = {
     "export": "revzoo.conversion.export",
     "fits": "revzoo.on_card",
     "generate": "revzoo.data.generate",
-    "inplace_abn_": "revzoo.in_place.inplace_abn",
     "list_models": "revzoo.spec",
     "load_spec": "revzoo.spec",
     "measure_memory": "revzoo.analysis.step_memory",

@@ -1,1 +1,1 @@
-"""Networks of others changed where they stand: `reversible_`, `ordinary_`, `chunk_loss_` and `inplace_abn_`."""
+"""Networks of others changed where they stand: `reversible_`, `ordinary_` and `chunk_loss_`."""

@@ -13,15 +13,15 @@ from revzoo.inplace_abn.activation import Activation
 
 _PART = 2**17  # elements: five such tensors nearly stay in a CPU's cache of 2 MiB; of half the size, Python's own time shows
 _MOST_PARTS = 16  # on other devices, where every part starts kernels
-_IMAGES = ("gradient", "y", "shortcut", "xhat")
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
+_IMAGES = ("gradient", "y", "xhat")
+_Gradients = tuple[Tensor | None, Tensor, Tensor]
 
 
 @dataclass
 class Backward:
-    """Computes the gradient of act(BatchNorm(x) + shortcut) from y, part by part.
+    """Computes the gradient of act(BatchNorm(x)) from y, part by part.
 
-    From z = act^-1(y) - shortcut follows xhat = (z - shift) factor. With means over everything but channels,
+    From z = act^-1(y) follows xhat = (z - shift) factor. With means over everything but channels,
 
         dx = scale (dz - mean(dz) - xhat mean(dz xhat)),   the gradient of weight: sum(dz xhat),   of bias: sum(dz)
 
@@ -31,68 +31,58 @@ class Backward:
         activation: act.
         gradient: of y.
         y: the output.
-        shortcut: what z has besides BatchNorm's output, or None.
         channels: those whose xhat is kept, in ascending order; it takes the place of z. None: all, if there is an `xhat`.
         xhat: of these channels.
         shift: the bias of each channel; 0 where xhat is kept.
         factor: 1 / weight of each channel; 1 where xhat is kept.
         scale: weight / deviation of each channel.
         needs_x: whether dx is asked for.
-        needs_shortcut: whether dz is asked for.
     """
 
     activation: Activation
     gradient: Tensor
     y: Tensor
-    shortcut: Tensor | None
     channels: Tensor | None
     xhat: Tensor | None
     shift: Tensor
     factor: Tensor
     scale: Tensor
     needs_x: bool
-    needs_shortcut: bool
 
     def run(self) -> _Gradients:
-        """Return dx, dz, and the gradients of weight and bias."""
+        """Return dx, and the gradients of weight and bias."""
         y = self.y
         size = _PART if y.is_cpu or y.is_meta else max(_PART, y.numel() // _MOST_PARTS)
         if y.numel() <= size and y.dtype == self.shift.dtype:
-            dx, dz, dweight, dbias = self._run_whole()
-            return dx, dz if self.needs_shortcut else None, dweight, dbias
-        is_new = self.needs_shortcut and self.activation.name != "identity"
-        dz = torch.empty_like(y) if is_new else None
+            return self._run_whole()
         dx = torch.empty_like(y) if self.needs_x else None
         if read_format(y) is torch.contiguous_format:
-            dweight, dbias = self._run_channels(max(size * y.size(1) // y.numel(), 1), dz, dx)
+            dweight, dbias = self._run_channels(max(size * y.size(1) // y.numel(), 1), dx)
         else:
             lined = replace(self, **{name: _line_up(getattr(self, name)) for name in _IMAGES})
-            dweight, dbias = lined._run_places(max(size // y.size(1), 1), _line_up(dz), _line_up(dx))
-        return dx, dz if is_new or not self.needs_shortcut else self.gradient, dweight, dbias
+            dweight, dbias = lined._run_places(max(size // y.size(1), 1), _line_up(dx))
+        return dx, dweight, dbias
 
     def _run_whole(self) -> _Gradients:
         dz, z = self._rebuild()
         weight = self.scale / self.factor
-        dx, dweight, dbias = _differentiate_norm(dz, z, weight, self.shift, self.factor, self.needs_x)
-        return dx, dz, dweight, dbias
+        return _differentiate_norm(dz, z, weight, self.shift, self.factor, self.needs_x)
 
-    def _run_channels(self, size: int, dz: Tensor | None, dx: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _run_channels(self, size: int, dx: Tensor | None) -> tuple[Tensor, Tensor]:
         """Take `size` channels after the other: none needs another one, so all is computed while a part is in the cache."""
         weak, later = self._locate_weak(size)
         sums = []
         for start in range(0, self.y.size(1), size):
             part = slice(start, start + size)
             few = slice(bisect_left(weak, start), bisect_left(weak, start + size))
-            dx_part, dz_part, *each = self._take_channels(part, few)._run_whole()
+            dx_part, *each = self._take_channels(part, few)._run_whole()
             sums.append(each)
-            if dz is not None and dz_part is not None:
-                dz[:, part] = dz_part
             if dx is not None and dx_part is not None:
                 dx[:, part] = dx_part
-            del dx_part, dz_part  # before the next ones come
+            del dx_part  # before the next ones come
         dweight, dbias = (torch.cat(each) for each in zip(*sums, strict=True))
         for channels, few in later:
-            dx_part, _, *each = self._take_kept(channels, few)._run_whole()
+            dx_part, *each = self._take_kept(channels, few)._run_whole()
             dweight[channels], dbias[channels] = each
             if dx is not None and dx_part is not None:
                 dx[:, channels] = dx_part
@@ -109,27 +99,26 @@ class Backward:
         parts = [slice(start, start + size) for start in range(0, len(self.channels), size)]
         return (), ((self.channels[part], part) for part in parts)
 
-    def _run_places(self, size: int, dz: Tensor | None, dx: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _run_places(self, size: int, dx: Tensor | None) -> tuple[Tensor, Tensor]:
         """Take `size` places of the images after the other, where channels lie side by side: first for sums, then for dx."""
         dweight, dbias = torch.zeros_like(self.shift), torch.zeros_like(self.shift)
-        buffer = dx if dz is None else dz
         parts = [slice(start, start + size) for start in range(0, self.y.size(2), size)]
         for part in parts:
             dz_part, z = self._take_places(part)._rebuild()
             _, *sums = _differentiate_norm(dz_part, z, None, self.shift, self.factor, needs_x=False)
             dweight += sums[0]
             dbias += sums[1]
-            if buffer is not None:
-                buffer[:, :, part] = dz_part
+            if dx is not None:
+                dx[:, :, part] = dz_part
             del dz_part, z  # before the next ones come
-        if dx is not None and buffer is not None:
+        if dx is not None:
             n = self.y.numel() // self.y.size(1)
             slope = -self.scale * self.factor * dweight / n
             shift = -self.scale * dbias / n - slope * self.shift
             scale, slope, shift = (spread(each, self.y) for each in (self.scale, slope, shift))
             for part in parts:
                 z = self._take_places(part)._rebuild_z()
-                dx[:, :, part] = torch.addcmul(shift, z, slope, out=z).addcmul_(buffer[:, :, part], scale)
+                dx[:, :, part] = torch.addcmul(shift, z, slope, out=z).addcmul_(dx[:, :, part], scale)
                 del z
         return dweight, dbias
 
@@ -138,16 +127,15 @@ class Backward:
         channels, xhat = None, None
         if self.channels is not None and self.xhat is not None and few.start < few.stop:
             channels, xhat = self.channels[few] - part.start, self.xhat[:, few]
-        shortcut = None if self.shortcut is None else self.shortcut[:, part]
-        known = self.shift[part], self.factor[part], self.scale[part], self.needs_x, self.needs_shortcut
-        return Backward(self.activation, self.gradient[:, part], self.y[:, part], shortcut, channels, xhat, *known)
+        known = self.shift[part], self.factor[part], self.scale[part], self.needs_x
+        return Backward(self.activation, self.gradient[:, part], self.y[:, part], channels, xhat, *known)
 
     def _take_kept(self, channels: Tensor, few: slice) -> "Backward":
         """Return the part for channels that keep xhat, at `few` of all that do: the rest of z is not needed."""
         assert self.xhat is not None
-        known = self.shift[channels], self.factor[channels], self.scale[channels], self.needs_x, False
+        known = self.shift[channels], self.factor[channels], self.scale[channels], self.needs_x
         kept = self.xhat[:, few]
-        return Backward(self.activation, self.gradient[:, channels], self.y[:, channels], None, None, kept, *known)
+        return Backward(self.activation, self.gradient[:, channels], self.y[:, channels], None, kept, *known)
 
     def _take_places(self, part: slice) -> "Backward":
         return replace(self, **{name: x[:, :, part] for name in _IMAGES if (x := getattr(self, name)) is not None})
@@ -162,8 +150,6 @@ class Backward:
         if self.channels is None and self.xhat is not None:  # of all channels
             return self.xhat.to(self.shift.dtype)
         z = self.activation.undo(self.y.to(self.shift.dtype))
-        if self.shortcut is not None:
-            z -= self.shortcut
         if self.channels is not None and self.xhat is not None:
             z.index_copy_(1, self.channels, self.xhat.to(z.dtype))
         return z

@@ -1,10 +1,9 @@
 """The function: BatchNorm, the activation, and the node in the graph that keeps the output."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 from torch.nn.modules.batchnorm import _NormBase
@@ -14,27 +13,6 @@ from revzoo.inplace_abn.activation import Activation
 from revzoo.inplace_abn.backward import Backward, read_format, spread
 from revzoo.inplace_abn.weak import find_least_weight, find_weak_channels
 from revzoo.invertible import refuse_one_value
-
-
-@dataclass
-class Normalised:
-    """What BatchNorm makes of a batch, as `activate` needs it.
-
-    Args:
-        z: the output of BatchNorm plus shortcut, outside of autograd. It becomes the output of the activation.
-        mean: of each channel of x.
-        inverse_deviation: 1 / sqrt(var + eps) of each channel of x.
-        activation: what is computed of z.
-        inplace: whether the memory of z may be overwritten.
-        layer: the BatchNorm, for whoever reads the graph.
-    """
-
-    z: Tensor
-    mean: Tensor
-    inverse_deviation: Tensor
-    activation: Activation
-    inplace: bool
-    layer: nn.Module
 
 
 def uses_batch(layer: _NormBase) -> bool:
@@ -56,18 +34,6 @@ def can_keep_output(layer: _NormBase, x: Tensor) -> bool:
     return torch._C._functorch.peek_interpreter_stack() is None
 
 
-def normalise(layer: _NormBase, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a BatchNorm's output, and mean and 1 / sqrt(var + eps) of each channel of the batch; move its statistics.
-
-    Raises:
-        InputError: one value per channel.
-    """
-    refuse_one_value(x)
-    statistics, momentum = begin_batch(layer)
-    z, mean, inverse_deviation = torch.native_batch_norm(x, layer.weight, layer.bias, *statistics, True, momentum, layer.eps)
-    return z, mean, inverse_deviation
-
-
 def begin_batch(layer: _NormBase) -> tuple[tuple[Tensor | None, Tensor | None], float]:
     """Count a batch as `nn.BatchNorm2d` does; return the running statistics that are read or moved, and their momentum."""
     momentum = 0.0 if layer.momentum is None else layer.momentum
@@ -80,39 +46,23 @@ def begin_batch(layer: _NormBase) -> tuple[tuple[Tensor | None, Tensor | None], 
     return (layer.running_mean, layer.running_var), momentum
 
 
-def activate(
-    normalised: Normalised, x: Tensor, weight: Tensor | None, bias: Tensor | None, shortcut: Tensor | None = None
-) -> Tensor:
-    """Return act(z) with the gradient of act(BatchNorm(x) + shortcut), keeping the result and the shortcut.
-
-    Args:
-        normalised: z and the statistics of x.
-        x: input of BatchNorm, which is not kept.
-        weight: of BatchNorm.
-        bias: of BatchNorm.
-        shortcut: what z has besides BatchNorm's output, or None.
-    """
-    y: Tensor = InPlaceABNFunction.apply(x, shortcut, weight, bias, normalised)
-    return y
-
-
 class InPlaceABNFunction(torch.autograd.Function):
-    """The node of `activate` in the graph. Its layer, activation, adds_shortcut and weak_channels can be read."""
+    """BatchNorm of a batch, then the activation: keeps the output."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shortcut: Tensor | None, weight: Tensor | None, bias: Tensor | None, normalised: Normalised
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, activation: Activation, layer: _NormBase
     ) -> Tensor:
-        activation, z = normalised.activation, normalised.z
-        channels, xhat = find_weak_channels(normalised.layer, activation, z, weight, bias, shortcut), None
+        refuse_one_value(x)
+        statistics, momentum = begin_batch(layer)
+        z, mean, inverse_deviation = torch.native_batch_norm(x, weight, bias, *statistics, True, momentum, layer.eps)
+        channels, xhat = find_weak_channels(layer, activation, z, weight, bias), None
         if channels is not None:
             xhat = x.index_select(1, channels)
-            xhat = (xhat - spread(normalised.mean[channels], x)) * spread(normalised.inverse_deviation[channels], x)
+            xhat = (xhat - spread(mean[channels], x)) * spread(inverse_deviation[channels], x)
             xhat = xhat.to(x.dtype).contiguous(memory_format=read_format(z))
-        ctx.activation, ctx.layer = activation, normalised.layer
-        ctx.adds_shortcut, ctx.weak_channels = shortcut is not None, 0 if channels is None else len(channels)
-        normalised.z = y = activation(z, normalised.inplace)
-        ctx.save_for_backward(y, shortcut, weight, bias, normalised.inverse_deviation, channels, xhat)
+        ctx.activation, y = activation, activation(z, inplace=True)
+        ctx.save_for_backward(y, weight, bias, inverse_deviation, channels, xhat)
         return y
 
     @staticmethod
@@ -124,10 +74,7 @@ class InPlaceABNFunction(torch.autograd.Function):
             )
         (gradient,) = gradients
         activation = ctx.activation
-        y, shortcut, weight, bias, inverse_deviation, channels, xhat = ctx.saved_tensors
-        needs_x, needs_shortcut, *needs_parameters, _ = ctx.needs_input_grad
-        if not (needs_x or any(needs_parameters)):
-            return None, activation.differentiate(gradient, y), None, None, None
+        y, weight, bias, inverse_deviation, channels, xhat = ctx.saved_tensors
         own_dtype = None if weight is None else weight.dtype
         dtype = torch.promote_types(inverse_deviation.dtype, torch.float32)
         inverse_deviation = inverse_deviation.to(dtype)
@@ -139,8 +86,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         if channels is not None:
             shift, factor = shift.index_fill(0, channels, 0.0), factor.index_fill(0, channels, 1.0)
         scale = weight * inverse_deviation
-        backward = Backward(activation, gradient, y, shortcut, channels, xhat, shift, factor, scale, needs_x, needs_shortcut)
-        dx, dz, dweight, dbias = backward.run()
-        if own_dtype is None:
-            return dx, dz, None, None, None
-        return dx, dz, dweight.to(own_dtype), dbias.to(own_dtype), None
+        backward = Backward(activation, gradient, y, channels, xhat, shift, factor, scale, ctx.needs_input_grad[0])
+        dx, dweight, dbias = backward.run()
+        of_parameters = (None, None) if own_dtype is None else (dweight.to(own_dtype), dbias.to(own_dtype))
+        return dx, *of_parameters, None, None

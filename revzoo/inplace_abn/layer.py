@@ -2,13 +2,12 @@
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.inplace_abn.activation import Activation
-from revzoo.inplace_abn.function import Normalised, activate, begin_batch, can_keep_output, normalise, uses_batch
+from revzoo.inplace_abn.function import InPlaceABNFunction, begin_batch, can_keep_output, uses_batch
 
 
 class InPlaceABN2d(_NormBase):
@@ -48,10 +47,8 @@ class InPlaceABN2d(_NormBase):
 
     def forward(self, x: Tensor) -> Tensor:
         if can_keep_output(self, x):
-            with torch.no_grad():
-                z, mean, inverse_deviation = normalise(self, x)
-            normalised = Normalised(z, mean, inverse_deviation, self.activation, inplace=True, layer=self)
-            return activate(normalised, x, self.weight, self.bias)
+            y: Tensor = InPlaceABNFunction.apply(x, self.weight, self.bias, self.activation, self)
+            return y
         statistics, momentum = begin_batch(self)
         z = F.batch_norm(x, *statistics, self.weight, self.bias, uses_batch(self), momentum, self.eps)
         return self.activation(z)

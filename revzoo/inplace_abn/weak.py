@@ -1,6 +1,6 @@
 """Which channels of an in-place ABN keep their normalised input xhat, because their output does not tell it well enough.
 
-Rounding of y, which is of the size of bias and shortcut, is divided by the weight. So xhat is rebuilt well enough only from a
+Rounding of y, which is of the size of the bias, is divided by the weight. So xhat is rebuilt well enough only from a
 certain weight on. The ratio of a channel is its weight over this least weight, and a channel with a ratio below 1 is weak.
 
 A CPU knows at once which channels those are. To ask an accelerator would be to wait for it in every layer, so there the host
@@ -11,7 +11,6 @@ says so. Only the first step waits.
 
 import warnings
 from collections import deque
-from math import sqrt
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,20 +25,19 @@ _NEAR = 2.0  # a channel of a smaller ratio may be weak in the next step: one up
 
 
 def find_weak_channels(
-    layer: nn.Module, activation: Activation, z: Tensor, weight: Tensor | None, bias: Tensor | None, shortcut: Tensor | None
+    layer: nn.Module, activation: Activation, z: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor | None:
     """Return the channels that keep xhat, in ascending order; None if there are none.
 
     Args:
         layer: the BatchNorm.
         activation: what comes after it.
-        z: the input of the activation, that is the output of BatchNorm plus the shortcut.
+        z: the input of the activation, that is the output of BatchNorm.
         weight, bias: of BatchNorm.
-        shortcut: what z has besides BatchNorm's output, or None.
     """
     if z.is_meta or isinstance(z, FakeTensor):
         return None  # no numbers
-    ratios = _compute_ratios(activation, z, weight, bias, shortcut)
+    ratios = _compute_ratios(activation, z, weight, bias)
     if ratios is None:
         return None
     if can_read_now(z):
@@ -55,19 +53,12 @@ def find_least_weight(dtype: torch.dtype) -> float:
     return max(2 * torch.finfo(dtype).eps, _TOLERANCE)
 
 
-def _compute_ratios(
-    activation: Activation, z: Tensor, weight: Tensor | None, bias: Tensor | None, shortcut: Tensor | None
-) -> Tensor | None:
+def _compute_ratios(activation: Activation, z: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """Return the ratio of each channel, None if no channel can be weak. Shape: (C,)."""
     ratios = activation.find_ratio(z)
     if weight is None or bias is None:
         return ratios
-    size = 1 + bias.abs()
-    if shortcut is not None:
-        example = shortcut[0].flatten(1)  # one tells the size
-        dtype = torch.promote_types(example.dtype, torch.float32)
-        size += torch.linalg.vector_norm(example, dim=1, dtype=dtype) / sqrt(example.size(1))
-    of_weight = weight.abs() / (find_least_weight(z.dtype) * size)
+    of_weight = weight.abs() / (find_least_weight(z.dtype) * (1 + bias.abs()))
     return of_weight if ratios is None else torch.minimum(of_weight, ratios)
 
 

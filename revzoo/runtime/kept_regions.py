@@ -167,7 +167,7 @@ def keep_regions(f: Callable[..., Any], name: str, forward: Forward, conditions:
             "so its output cannot be kept. Name other modules, or compile the whole model instead of the step."
         )
     seen = list[nn.Module]()
-    if conditions.is_observed and not is_compiled:  # norms return no integers, and those of inplace_abn_ do not fold with hooks
+    if conditions.is_observed and not is_compiled:  # norms return no integers
         seen = [module for module in inventory.submodules if not isinstance(module, _NormBase) and _may_have_hooks(module)]
     known = [module for module in inventory.submodules if module in inventory.learned.regions] if not is_compiled else []
     return KeptRegions((*named, *known), seen) if named or known or seen else None

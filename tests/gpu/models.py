@@ -70,13 +70,6 @@ class Logits(nn.Module):
         return self.model(input_ids=ids).logits
 
 
-def make_in_place() -> Made:
-    timm = pytest.importorskip("timm")
-    model = timm.create_model("resnet18", act_layer="leaky_relu").train()
-    revzoo.inplace_abn_(model, torch.randn(2, 3, 64, 64))
-    return model.to(DEVICE), (torch.randn(2, 3, 64, 64, device=DEVICE),)
-
-
 def make_of_zoo(name: str) -> Callable[[], Made]:
     def make() -> Made:
         model = revzoo.create(name).to(DEVICE).train()
@@ -97,6 +90,6 @@ CASES: dict[str, Callable[[], Made]] = {
     "layers": make_layers,
     "reversible Llama": make_llama,
     "reversible Llama in tiles": lambda: make_llama(split=("attention", "mlp"), tiles=4, kept_bits=1, sign="random"),
-    "in-place ABN": make_in_place,
+    "in-place ABN": make_of_zoo("resnext_digits"),
     **{name: make_of_zoo(name) for name in [*FAMILIES, "rev_bert_mini"]},
 }

@@ -39,7 +39,7 @@ EXCEPTIONS = {("checkpoint", "runtime"), ("checkpoint", "parts")}  # files on di
 # Libraries that only these layers may import.
 HOMES = {
     "torch": set(RANKS) - {"bounds", "errors", "file", "format", "hub", "plugin", "registry", "spec"},
-    "timm": {"inplace_abn", "parts", "model", "analysis", "graph", "data", "conversion", "in_place", "training", "commands"},
+    "timm": {"parts", "model", "analysis", "graph", "data", "conversion", "in_place", "training", "commands"},
     "onnxruntime": {"conversion"},
     "omegaconf": {"spec", "checkpoint", "training"},
     "yaml": {"spec", "checkpoint"},

@@ -31,7 +31,6 @@ PINNED = {
     "export": "(folder, out, weights=None)",
     "fits": "(model, batch, card=None, *, optimizer=None, loss=None, vary_length=False, report=None)",
     "generate": "(model, prompt, *, tokens=200, temperature=0.8, top_k=None, seed=None)",
-    "inplace_abn_": "(model, batch=None, *, relu_slope=None)",
     "list_models": "(pattern='*')",
     "load_spec": "(source, overrides=())",
     "measure_memory": "(model, batch, optimizer=None, *, loss=None)",

@@ -130,16 +130,6 @@ class Residual(nn.Module):
         return self.last
 
 
-class Folded(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.act, self.seen = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), []
-
-    def forward(self, x):
-        self.seen.append(x)
-        return self.act(self.norm(self.conv(x))).mean((2, 3))
-
-
 class Frozen(OrderedDict):
     """A configuration of diffusers: entries are attributes, too, and may not be written to."""
 
@@ -174,7 +164,6 @@ def chain():
     return ReversibleChain([nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1)) for _ in range(2)], exact=True)
 
 
-IMAGES = torch.linspace(-1, 1, 96).view(2, 3, 4, 4)
 CALLS = {  # what makes a module, what is called, whether that changes the module, and how often a call is interrupted
     "plan": (Noting, lambda m: revzoo.plan(m, X, "1 GB"), False, 2),
     "plan, timed": (Noting, lambda m: revzoo.plan(m, X, "1 GB", profile=True), False, 1),
@@ -185,7 +174,6 @@ CALLS = {  # what makes a module, what is called, whether that changes the modul
     "reversible_, no batch": (lambda: Toy(Residual(), Residual()), revzoo.reversible_, True, 12),
     "split": (lambda: Toy(Residual(), Residual()), lambda m: revzoo.reversible_(m, batch=X, split=SPLIT), True, 12),
     "ordinary_": (reversible, revzoo.ordinary_, True, 4),
-    "inplace_abn_": (Folded, lambda m: revzoo.inplace_abn_(m, IMAGES, relu_slope=0.01), True, 12),
     "choose_tiles": (chain, lambda m: revzoo.choose_tiles(m, (X, X)), True, 2),
     "verify": (chain, lambda m: revzoo.verify(m, (X, X)), False, 12),
     "measure_numerics": (chain, lambda m: revzoo.measure_numerics(m, (X, X)), False, 12),

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import revzoo
-from revzoo.errors import InputError
 from tests.in_place.interrupts import State
 from tests.in_place.networks import ONE_BIT, SPLIT, llama
 
@@ -44,18 +43,12 @@ def plan(model):
     revzoo.release(model)
 
 
-def fail(model):
-    with pytest.raises(InputError):
-        revzoo.inplace_abn_(model, BATCH)
-
-
 ROUND_TRIPS = {
     "reversible_": go_and_return(lambda model: revzoo.reversible_(model, batch=BATCH)),
     "split": go_and_return(lambda model: revzoo.reversible_(model, batch=BATCH, split=SPLIT, **ONE_BIT)),
     "tiles": go_and_return(lambda model: revzoo.reversible_(model, batch=BATCH, split=SPLIT, tiles=8, **ONE_BIT)),
     "chunk_loss_": go_and_return(lambda model: revzoo.chunk_loss_(model, batch=BATCH, chunk=9)),
     "both": go_and_return(lambda model: (revzoo.chunk_loss_(model), revzoo.reversible_(model, tiles=2))),
-    "inplace_abn_": fail,
     "plan": plan,
 }
 
