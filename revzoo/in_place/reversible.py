@@ -107,8 +107,9 @@ def reversible_(
 ) -> ReversibleReport:
     """Change a network in place so that its blocks are the steps of reversible chains, rebuilt in backward.
 
-    Class, parameters, state-dict keys and configuration stay, so the network goes on with its Trainer, peft, `generate` and
-    `save_pretrained`. Its function becomes w[k+1] = f(w[k]) + 2^-kept_bits (w[k] - w[k-1]), where f is a whole block: with 8
+    Class, parameters and state-dict keys stay, so the network goes on with its Trainer, peft, `generate` and `save_pretrained`.
+    Grid, bits and sign are saved with the weights, in a state dict's metadata and as the entry `revzoo` of a configuration of
+    Transformers, and taken from there again. Its function becomes w[k+1] = f(w[k]) + 2^-kept_bits (w[k] - w[k-1]), where f is a whole block: with 8
     bits very nearly the original one. With a random sign of 2^-kept_bits in training, one bit is enough, and in evaluation it
     is the original one. Gradients are exact. Not worth it for few blocks, or where weights fill the memory.
 
@@ -127,8 +128,8 @@ def reversible_(
         sign: "random": w[k+1] = f(w[k]) + g (w[k-1] - w[k]), where g is 2^-kept_bits or its negative, drawn in training for
             each example (place along dimension 0 of the state) and step. Blocks in eval mode are the ordinary ones, to the bit,
             and keep what those keep. Take kept_bits=1. Needs the momentum coupling.
-        fraction_bits: binary digits of the states after the point; states stay below 2^(24 - fraction_bits). None: 16, or
-            what fits the batch.
+        fraction_bits: binary digits of the states after the point; states stay below 2^(24 - fraction_bits). None: those that
+            were saved with the network, or what fits the batch, or 16.
         split: the two residual branches of a block, each to be a step of its own: ("attention", "mlp") for what timm and
             Transformers call so, or the submodules that compute them, such as ("attn", ("fc1", "fc2")). Keeps twice the bits;
             in backward one branch at a time keeps what autograd saves in it. Needs a batch, to see that the two are the block.

@@ -40,7 +40,7 @@ def save_state(model, folder, options):
     torch.save(model.state_dict(), folder / "state.pt")
     resumed = llama(3)
     report = revzoo.reversible_(resumed, batch=BATCH, **options)  # of other weights
-    resumed.load_state_dict(torch.load(folder / "state.pt", weights_only=False))
+    resumed.load_state_dict(torch.load(folder / "state.pt"))
     return resumed, report
 
 
