@@ -27,7 +27,7 @@ from zoo_cli import main
 
 STAGE = "{depth: 1, width: 8, transition: {type: residual_pair, layout: basic, preactivate: false, momentum: 0.1}}"
 REVNET = f"model.overrides=[stem.width=8,'stages=[{STAGE}]',expect=null]"
-REFORMER = "stem.width=16,stages.0.width=16,stages.0.depth=1,block.f.heads=2,block.f.hashes=1,block.g.chunks=1,input.length=64"
+REFORMER = "stem.width=16,stages.0.width=16,stages.0.depth=1,block.f.heads=2,block.f.hashes=1,input.length=64"
 # Every kind of loss and batch, and everything that is alive beside them.
 SETTINGS = {
     "added up, mixed": ("digits", ["train.accumulate=2", "mixup={mixup_alpha: 0.8}", "ema=null"]),

@@ -10,7 +10,7 @@ from revzoo.spec.names import model_files
 from revzoo.training.loop import train
 from revzoo.training.recipe import load_recipe
 
-NARROW = "stem.width=32,block.f.heads=2,stages.0.width=32,stages.0.depth=1,block.f.hashes=1,block.g.chunks=1"
+NARROW = "stem.width=32,block.f.heads=2,stages.0.width=32,stages.0.depth=1,block.f.hashes=1"
 CALM = "stages.0.depth=1,stem.dropout=0,block.f.dropout=0,block.f.attention_dropout=0,block.g.dropout=0"
 # The recipe, what makes it short, and the accuracy to reach as a multiple of the most frequent label's share.
 FAMILIES = {
