@@ -237,6 +237,8 @@ class Node(torch.autograd.Function):
     def forward(ctx: Any, make: Callable[[], Tensor], keys: Sequence[Any], call: HeadCall | None, *inputs: Tensor) -> Tensor:
         ctx.keys, ctx.call, ctx.like = keys, call, describe(inputs[0])
         ctx.set_materialize_grads(False)
+        if call is not None:
+            ctx.save_for_backward(inputs[0])  # for those who ask what is kept: the call holds the hidden states
         return make()
 
     @staticmethod
