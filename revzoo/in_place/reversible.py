@@ -109,9 +109,10 @@ def reversible_(
 
     Class, parameters and state-dict keys stay, so the network goes on with its Trainer, peft, `generate` and `save_pretrained`.
     Grid, bits and sign are saved with the weights, in a state dict's metadata and as the entry `revzoo` of a configuration of
-    Transformers, and taken from there again. Its function becomes w[k+1] = f(w[k]) + 2^-kept_bits (w[k] - w[k-1]), where f is a whole block: with 8
-    bits very nearly the original one. With a random sign of 2^-kept_bits in training, one bit is enough, and in evaluation it
-    is the original one. Gradients are exact. Not worth it for few blocks, or where weights fill the memory.
+    Transformers, and taken from there again. Its function becomes w[k+1] = f(w[k]) + 2^-kept_bits (w[k] - w[k-1]), where f is a
+    whole block: with 8 bits very nearly the original one. With a random sign of 2^-kept_bits in training, one bit is enough,
+    and in evaluation it is the original one. Gradients are exact. Not worth it for few blocks, or where weights fill the
+    memory.
 
     Args:
         model: an ordinary network, before it is compiled.
