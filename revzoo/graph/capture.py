@@ -5,13 +5,12 @@ chain for example, and begins another after it. What stands between is run as it
 checks its guards at every call, and hands over other graphs where shapes, dtypes or flags are others.
 """
 
-import hashlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
+from functools import partial
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,8 @@ from revzoo.analysis.dry_run import (
 from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, split_into_atoms
+from revzoo.graph.compiled_call import CompiledCall, Runner
+from revzoo.graph.digest import SharedInputs, compute_digest, find_shared
 from revzoo.graph.expansion import expand_calls
 from revzoo.graph.refusal import (
     describe_backward_hooks,
@@ -44,9 +45,7 @@ from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import RandomState, find_generators
 
-Runner = Callable[..., Any]
 RunGraph = Callable[[int, Sequence[Any]], Any]
-_MOST_GRAPHS = 1024  # of one piece of code, such as the forward of a class that is not captured in one graph with its caller's
 _COMPUTED = (
     "It reads the values of tensors, or has sparse ones, so that planning had to compute training steps on the module's device."
 )
@@ -60,6 +59,7 @@ class GraphCall:
         graph: of torch calls; parameters and buffers are inputs. No other call has the same nodes.
         atoms: of the graph.
         digest: of the graph and its inputs.
+        shared: which inputs lie in one memory, where the graph writes to some of them.
         first: number of its first atom. Atoms are counted through the whole forward; what runs before each graph counts as
             one, and so does what runs after the last.
     """
@@ -67,6 +67,7 @@ class GraphCall:
     graph: GraphModule
     atoms: Sequence[Atom]
     digest: str
+    shared: SharedInputs
     first: int
 
     @property
@@ -92,7 +93,7 @@ class Capture:
         self._position = 0
         self._random = RandomState(find_generators({t.device for t in self.tensors})), mark_python_streams()
         self._run_graph: RunGraph = self._note_and_run
-        self._runner = capture_calls(module, self._take)
+        self.runner = CompiledCall(module, partial(Capture._take, proxy(self)))
         with LiveBytesOfReplacedCalls() as self._made:  # in the first run
             self._made.watch(self.tensors)
             require_results(module, self.run(self._note_and_run))
@@ -117,7 +118,7 @@ class Capture:
             InputError: the module calls other graphs than at first.
         """
         self._run_graph = run_graph
-        outputs = self._run(self._runner)
+        outputs = self._run(self.runner)
         if self._position != len(self.calls):
             raise self._differs()
         return outputs
@@ -193,7 +194,8 @@ class Capture:
             graph = _copy(graph)
         atoms = split_into_atoms(graph, given)
         first = self.calls[-1].numbers.stop + 1 if self.calls else 1
-        self.calls.append(GraphCall(graph, atoms, compute_digest(graph, given), first))
+        shared = find_shared(graph.graph.find_nodes(op="placeholder"), given, atoms)
+        self.calls.append(GraphCall(graph, atoms, compute_digest(graph, given), shared, first))
         return graph.forward(*given)
 
     def _differs(self) -> InputError:
@@ -258,50 +260,3 @@ def _copy(graph: GraphModule) -> GraphModule:
     output = copied.graph_copy(graph.graph, {})
     copied.output(output)
     return GraphModule(graph, copied)
-
-
-def capture_calls(module: nn.Module, backend: Callable[[GraphModule, Sequence[Any]], Runner]) -> Runner:
-    """Return a function that calls the module under `torch.compile`. The module stays as it is.
-
-    Args:
-        module: the module.
-        backend: gets each captured graph with its inputs, and returns the function that runs it.
-    """
-
-    def call_module(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
-
-    # The compiler counts captures by code object and gives up after a few, so every module gets one of its own.
-    fresh = FunctionType(call_module.__code__.replace(), globals(), "call_module", closure=call_module.__closure__)
-    runner: Runner = torch.compile(fresh, backend=backend, dynamic=False)
-    patched: Runner = torch._dynamo.config.patch(
-        allow_rnn=True,  # as a call of the graph
-        optimize_ddp=False,  # under DistributedDataParallel the compiler would cut the graph at its buckets
-        skip_nnmodule_hook_guards=False,  # hooks may come and go
-        recompile_limit=_MOST_GRAPHS,
-        accumulated_recompile_limit=_MOST_GRAPHS,
-    )(runner)
-    has_captured = False
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal has_captured
-        if has_captured:
-            return patched(*args, **kwargs)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the compiler asks for it
-            results = patched(*args, **kwargs)
-        has_captured = True
-        return results
-
-    return run
-
-
-def compute_digest(graph: GraphModule, inputs: Sequence[Any]) -> str:
-    """Return a hash of a graph's calls with their arguments, and of its inputs' shapes, dtypes and need of gradients."""
-    calls = [(node.op, node.name, _describe(node.target), repr(node.args), repr(node.kwargs)) for node in graph.graph.nodes]
-    given = [(tuple(t.shape), str(t.dtype), t.requires_grad) if isinstance(t, Tensor) else repr(t) for t in inputs]
-    return hashlib.sha256(repr((calls, given)).encode()).hexdigest()
-
-
-def _describe(target: Any) -> str:
-    return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__name__)

@@ -294,7 +294,7 @@ class _Planner:
             stored_seconds, spread = self.times.step
             seconds = stored_seconds + sum(self.times.forward[i].seconds for i in counted.reruns)
         plan = ModulePlan(
-            graphs=tuple(GraphPlan.of(each.digest, spans.take(each.numbers)) for each in self.captured.calls),
+            graphs=tuple(GraphPlan.of(each, spans.take(each.numbers)) for each in self.captured.calls),
             schedules=tuple((path, tuple(modes)) for path, modes in self.schedules.items()),
             peak_bytes=peak,
             budget_bytes=budget,

@@ -18,14 +18,14 @@ from torch.fx import Node
 
 from revzoo.analysis.dry_run import LossFunction
 from revzoo.analysis.flops import FlopCounterOfReplacedCalls
-from revzoo.graph.atoms import Atom, bind_inputs
+from revzoo.graph.atoms import Atom, prepare_inputs
 from revzoo.graph.capture import Capture, GraphCall
 from revzoo.graph.recovery import Observer, Slot
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Spans
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls, Storages
 
-_BETWEEN = Atom.of([], draws=False, is_repeatable=False)
+_BETWEEN = Atom.of([], changes=[], draws=False, is_repeatable=False)
 
 
 @dataclass
@@ -119,7 +119,7 @@ class _Recorder(Observer):
         self.ends[each.first - 1] = self.live.now()
         for i in each.numbers:  # for a graph that keeps nothing, because it runs without gradients
             self.begins[i] = self.ends[i] = self.live.now()
-        self.taken |= {node: self.live.find(value) for node, value in bind_inputs(each.graph, inputs)}
+        self.taken |= {node: self.live.find(value) for node, value in prepare_inputs(each.graph)(inputs).items()}
         results = SpannedGraph(each.graph, Spans.keep_all(each.atoms), self, each.first)(*inputs)
         self.ends[each.numbers.stop - 1] = self.begins[each.numbers.stop] = self.live.now()
         return results
