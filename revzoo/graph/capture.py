@@ -6,10 +6,10 @@ checks its guards at every call, and hands over other graphs where shapes, dtype
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import proxy
 
 import torch
@@ -93,10 +93,18 @@ class Capture:
         self._position = 0
         self._random = RandomState(find_generators({t.device for t in self.tensors})), mark_python_streams()
         self._run_graph: RunGraph = self._note_and_run
-        self.runner = CompiledCall(module, partial(Capture._take, proxy(self)))
-        with LiveBytesOfReplacedCalls() as self._made:  # in the first run
+        self._runner = CompiledCall(module, partial(Capture._take, cast(Capture, proxy(self))))
+        self._made = LiveBytesOfReplacedCalls()  # in the first run
+
+    def begin(self) -> None:
+        """Run the forward for the first time, and note its graphs."""
+        with self._made:
             self._made.watch(self.tensors)
-            require_results(module, self.run(self._note_and_run))
+            require_results(self.module, self.run(self._note_and_run))
+
+    def close(self) -> None:
+        """Free what was captured."""
+        self._runner.forget()
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -118,7 +126,7 @@ class Capture:
             InputError: the module calls other graphs than at first.
         """
         self._run_graph = run_graph
-        outputs = self._run(self.runner)
+        outputs = self._run(self._runner)
         if self._position != len(self.calls):
             raise self._differs()
         return outputs
@@ -227,10 +235,9 @@ def capture(module: nn.Module, batch: Any, *, with_values: bool = False) -> Iter
     require_uncompiled(module)
     tensors = [*module.parameters(), *module.buffers(), *tensors_in(batch)]
     if not with_values and all(t.layout is torch.strided for t in tensors):  # the size of others depends on values
-        with isolated(module, batch, fake=True) as fake_batch:
+        with isolated(module, batch, fake=True) as fake_batch, closing(Capture(module, fake_batch)) as captured:
             require_arguments(module, batch)
-            captured = _try_without_values(module, fake_batch)
-            if captured is not None:
+            if _begin_without_values(captured):
                 yield captured
                 return
     if not all(map(has_value, [*module.parameters(), *tensors_in(batch)])):
@@ -238,20 +245,21 @@ def capture(module: nn.Module, batch: Any, *, with_values: bool = False) -> Iter
             f"A step of {type(module).__name__} cannot run without values: it reads the values of tensors, and may decide by "
             "them what to compute, or has sparse ones. Give module and batch values, or plan a submodule that needs none."
         )
-    with isolated(module, batch) as own_batch:
+    with isolated(module, batch) as own_batch, closing(Capture(module, own_batch, [_COMPUTED])) as captured:
         require_arguments(module, batch)
         with explain_failures(module, own_batch):
-            captured = Capture(module, own_batch, [_COMPUTED])
+            captured.begin()
         yield captured
 
 
-def _try_without_values(module: nn.Module, batch: Any) -> Capture | None:
+def _begin_without_values(captured: Capture) -> bool:
     try:
-        return Capture(module, batch)
+        captured.begin()
     except InputError:
         raise
     except Exception:  # many kinds are possible; if it is a real mistake, the run with values raises it again
-        return None
+        return False
+    return True
 
 
 def _copy(graph: GraphModule) -> GraphModule:

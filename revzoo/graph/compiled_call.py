@@ -8,6 +8,7 @@ A number that differs from the last call, such as an annealed temperature, becom
 always constants.
 """
 
+import linecache
 import re
 import warnings
 from collections import defaultdict
@@ -17,7 +18,7 @@ from typing import Any, cast
 from weakref import finalize
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.convert_frame import input_codes, output_codes
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends
@@ -27,6 +28,7 @@ from torch._dynamo.types import GuardFail
 from torch._dynamo.utils import guard_failures
 from torch._dynamo.variables import builder
 from torch.fx import GraphModule
+from torch.fx.graph_module import _loader
 
 Runner = Callable[..., Any]
 Compile = Callable[[GraphModule, Sequence[Any]], Runner]
@@ -103,11 +105,17 @@ class _Backend:
 
     def __init__(self, compile: Compile, numbers: dict[Any, FrameStateSizeEntry] | None):
         self.numbers = numbers
-        self.reason = ""
+        self.reason, self.texts = "", list[int]()  # numbers of what is kept of graphs for tracebacks
         self._compile = compile
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
-        return self._compile(graph, inputs)
+        for node in graph.graph.find_nodes(op="placeholder"):
+            if isinstance(example := node.meta.get("example_value"), Tensor) and example.is_leaf:
+                example.grad = None  # a cycle in which a tensor refers to its gradient is never freed
+        first = _loader.next_id - 1  # of the text of this graph
+        runner = self._compile(graph, inputs)
+        self.texts += range(first, _loader.next_id)
+        return runner
 
     def note_failure(self, failure: GuardFail) -> None:
         _, _, condition = failure.reason.partition(": ")
@@ -117,6 +125,9 @@ class _Backend:
 def _forget(backend: _Backend) -> None:
     """Take out what the compiler has made with a backend: with the module's own functions too, if it ended a graph in them."""
     cached_backends.pop(id(backend), None)
+    for name in (f"<eval_with_key>.{number}" for number in backend.texts):
+        linecache.cache.pop(name, None)
+        _loader.eval_cache.pop(name, None)
     guards = set[int]()
     for codes in (input_codes, output_codes):
         codes.seen = [each for each in codes.seen if each() is not None]

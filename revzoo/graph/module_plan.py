@@ -190,6 +190,8 @@ class ModulePlan:
         """
         try:
             fields = {key: _freeze(value) for key, value in json.loads(Path(path).read_text(encoding="utf-8")).items()}
+            if "units" in fields:
+                raise ValueError("it is that of a model of the zoo or a chain, which revzoo.Plan.load reads")
             fields["graphs"] = tuple(GraphPlan(**each) for each in fields["graphs"])
             fields["schedules"] = tuple((name, tuple(map(Mode, modes))) for name, modes in fields["schedules"])
             return cls(**fields | {"setting": Setting(**fields["setting"])})

@@ -29,6 +29,7 @@ from revzoo.graph.spans import Spans
 from revzoo.graph.step_record import Record, record
 from revzoo.planning.budget import count_model_bytes, parse_budget
 from revzoo.planning.setting import Setting, read_setting
+from revzoo.runtime.attributes import preserve_generators
 from revzoo.runtime.mode import Mode
 
 Schedules = Mapping[str, list[Mode]]
@@ -69,7 +70,7 @@ def plan_module(
     base: Record | None = None
     plans: list[tuple[ModulePlan, PlanDetails]] = []
     refusals: list[tuple[int, BudgetError]] = []
-    with preserve_schedules(module):
+    with preserve_schedules(module), preserve_generators():
         for schedules in _list_schedules(module):
             set_schedules(module, schedules)
             report("planning: capturing the graph")
