@@ -38,8 +38,8 @@ from revzoo.graph.refusal import (
     require_arguments,
     require_no_nested_tensors,
     require_no_transforms,
+    require_plannable,
     require_results,
-    require_uncompiled,
 )
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 from revzoo.runtime.nested import tensors_in
@@ -232,7 +232,7 @@ def capture(module: nn.Module, batch: Any, *, with_values: bool = False) -> Iter
             operations from call to call, or needs values that there are not.
     """
     require_module(module)
-    require_uncompiled(module)
+    require_plannable(module, batch)
     tensors = [*module.parameters(), *module.buffers(), *tensors_in(batch)]
     if not with_values and all(t.layout is torch.strided for t in tensors):  # the size of others depends on values
         with isolated(module, batch, fake=True) as fake_batch, closing(Capture(module, fake_batch)) as captured:

@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.analysis.chains import find_block_chains, find_chains
+from revzoo.analysis.dry_run import require_module
 from revzoo.errors import PlanError
 from revzoo.format import format_bytes, format_seconds, format_spread
 from revzoo.graph.atoms import Atom, split_into_atoms
@@ -32,7 +33,7 @@ from revzoo.graph.capture import GraphCall
 from revzoo.graph.compiled_call import CompiledCall, Runner
 from revzoo.graph.digest import SharedInputs, compute_digest, find_shared, name_nodes
 from revzoo.graph.expansion import expand_calls
-from revzoo.graph.refusal import describe_backward_hooks, describe_modes
+from revzoo.graph.refusal import describe_backward_hooks, describe_modes, require_uncompiled
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Nest, Spans
 from revzoo.planning.setting import Setting, list_shapes, read_setting
@@ -168,8 +169,11 @@ class ModulePlan:
             module: the one planned for, or an equal one.
             batch: where given, it must have the shapes and dtypes of the one planned for.
         Raises:
+            InputError: it is compiled.
             PlanError: module, dtype, device, training mode or batch differ from those planned for; names what differs.
         """
+        require_module(module)
+        require_uncompiled(module, may_have_plan=True)
         self.setting.require_same(read_setting(module, batch))
         planned = _PlannedCall(module, self.graphs, self.setting)
         restore_call(module)
@@ -232,7 +236,10 @@ def release(module: nn.Module) -> None:
 
     Args:
         module: any.
+    Raises:
+        InputError: no module.
     """
+    require_module(module)
     restore_call(module)
     for chain in find_block_chains(module).values():
         chain.end_plan()

@@ -34,6 +34,7 @@ from revzoo.runtime.mode import Mode
 
 Schedules = Mapping[str, list[Mode]]
 _POINTS = 32  # of a front that is shown: enough for a smooth curve
+_FEW = 8  # of the smallest plans, counted if more is counted than was predicted
 
 
 def plan_module(
@@ -205,7 +206,8 @@ class _Planner:
                 return None
             spans = self.front.make_spans(self.front.choose_least(most_flops))
             counted = count_step(self.captured, spans, self.loss)
-            return self._make_plan(spans, counted, self._add_optimizer(counted.peak_bytes))
+            peak = self._add_optimizer(counted.peak_bytes)
+            return self.plan(self.stored_peak) if self.stored_peak < peak else self._make_plan(spans, counted, peak)
         if self.stored_peak > budget:
             return self._make_plan(*self._fit(budget), budget)
         atoms = self.step.atoms
@@ -232,9 +234,21 @@ class _Planner:
         nanoseconds = None if self.times is None else self.times.in_nanoseconds()[0]
         return find_front(self.step, nanoseconds=nanoseconds, report=self.report)
 
+    @cached_property
+    def least(self) -> tuple[Spans, SpannedStep]:
+        """The plan whose step is counted the smallest, of the few that are predicted to be, and its step."""
+        found: list[tuple[Spans, SpannedStep]] = []
+        for predicted, _ in self.front.list_points()[:_FEW]:
+            if found and predicted >= min(counted.peak_bytes for _, counted in found):
+                break
+            spans = self.front.make_spans(self.front.choose(predicted) or ())
+            self.report("planning: counting a step")
+            found.append((spans, count_step(self.captured, spans, self.loss)))
+        return min(found, key=lambda each: each[1].peak_bytes)
+
     @property
     def least_peak(self) -> int:
-        return self._add_optimizer(self.front.list_points()[0][0])
+        return min(self._add_optimizer(self.least[1].peak_bytes), self.stored_peak)
 
     def _list_front(self) -> list[FrontPoint]:
         peaks = [peak for peak, _ in self.front.list_points()]
@@ -262,21 +276,20 @@ class _Planner:
         A count may be above what was predicted, so the smallest plan is counted, too, before a budget is refused.
         """
         predicted = [peak for peak, _ in self.front.list_points()]
-        above = list[int]()  # counted peaks
         room = budget - self.optimizer.state if self._add_optimizer(0) <= budget else 0
-        number = bisect_right(predicted, room) or 1
-        while number:
+        number = bisect_right(predicted, room)
+        while number > 1:
             spans = self.front.make_spans(self.front.choose(predicted[number - 1]) or ())
             self.report("planning: counting a step")
             counted = count_step(self.captured, spans, self.loss)
             peak = self._add_optimizer(counted.peak_bytes)
             if peak <= budget:
                 return spans, counted
-            above.append(peak)
-            room = predicted[number - 1] - (peak - budget)
-            number = 0 if number == 1 else bisect_right(predicted, room) or 1
+            number = bisect_right(predicted, predicted[number - 1] - (peak - budget))
+        if self._add_optimizer(self.least[1].peak_bytes) <= budget:
+            return self.least
         fixed = format_bytes(self.step.fixed_bytes + self.optimizer.state)
-        least = min(above)
+        least = self.least_peak
         where, remedy = self.front.name_bottleneck(), "Try a smaller batch, autocast, or an optimizer of less state."
         if least == self._add_optimizer(0):
             where, remedy = "at the optimizer's update", "Try foreach=False, or an optimizer of less state."

@@ -324,7 +324,7 @@ def test_what_cannot_be_planned_is_named(net):
         revzoo.plan(len, IMAGES, "1GiB")
     compiled = copy.deepcopy(net)
     compiled.blocks.compile()
-    with pytest.raises(InputError, match="compiled blocks.*Plan before compiling"):
+    with pytest.raises(InputError, match="Received: compiled blocks. Give it as it was"):
         revzoo.plan(compiled, IMAGES, "1GiB")
     planned = copy.deepcopy(net)
     revzoo.reforward(planned, IMAGES)
