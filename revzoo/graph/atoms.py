@@ -356,7 +356,8 @@ def _list_moved_inputs(node: Node) -> list[Node]:
 
 def read_key(tensor: Tensor) -> int:
     """Return what tells the memory of living tensors apart."""
-    key: int = tensor.untyped_storage()._cdata
+    storage = tensor.untyped_storage()
+    key: int = (0 if isinstance(tensor, FakeTensor) else storage.data_ptr()) or storage._cdata
     return key
 
 

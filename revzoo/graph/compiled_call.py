@@ -137,8 +137,9 @@ def _forget(backend: _Backend) -> None:
                 guards.update(id(entry.guard_manager) for entry in own)
                 guard_failures.pop(code, None)
                 reset_code(code)
-    for each, known in list(vars(finalize)["_registry"].items()):  # of types, which live as long as the process
-        manager = getattr(getattr(known.func, "func", None), "__self__", None)
+    for each in list(vars(finalize)["_registry"]):  # of types, which live as long as the process
+        _, function, *_ = each.peek() or (None, None)
+        manager = getattr(getattr(function, "func", None), "__self__", None)
         if isinstance(manager, CheckFunctionManager) and id(getattr(manager, "guard_manager", None)) in guards:
             each.detach()
 

@@ -38,7 +38,7 @@ def compute_digest(graph: GraphModule, inputs: Sequence[Any]) -> str:
     calls = []
     for node, name in names.items():
         function = node.target
-        target = function if isinstance(function, str) else getattr(function, "__qualname__", type(function).__name__)
+        target = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
         scales = getattr(function, "__module__", None) == "_operator" and not target.endswith("item")
         args = map_aggregate((node.args, node.kwargs), partial(_describe, values=values, names=names, scales=scales))
         shapes = [tuple(t.shape) for t in tensors_in(node.meta.get("example_value"))]

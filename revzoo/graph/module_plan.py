@@ -28,7 +28,7 @@ from revzoo.analysis.chains import find_block_chains, find_chains
 from revzoo.analysis.dry_run import require_module
 from revzoo.errors import PlanError
 from revzoo.format import format_bytes, format_seconds, format_spread
-from revzoo.graph.atoms import Atom, split_into_atoms
+from revzoo.graph.atoms import Atom, read_key, split_into_atoms
 from revzoo.graph.capture import GraphCall
 from revzoo.graph.compiled_call import CompiledCall, Runner
 from revzoo.graph.digest import SharedInputs, compute_digest, find_shared, name_nodes
@@ -38,6 +38,7 @@ from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Nest, Spans
 from revzoo.planning.setting import Setting, list_shapes, read_setting
 from revzoo.runtime.mode import Mode
+from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.replaced_call import replace_call, restore_call
 from revzoo.runtime.transforms import must_store
 from revzoo.sharded import is_sharded
@@ -355,7 +356,10 @@ class _PlannedCall:
         names = name_nodes(graph.graph)
         own = {_list_names(atom, names) for atom in atoms}
         similar = max(self._plans, key=lambda plan: len(own.intersection(plan.atoms)), default=None)
-        if similar is None or any(map(is_sharded, self._module.parameters())):  # what gathers them is freed after forward
+        tensors = [*tensors_in(list(inputs))]
+        hides_memory = len({read_key(t) for t in tensors}) < len({t.untyped_storage()._cdata for t in tensors})  # NumPy's, say
+        # What gathers divided parameters is freed after forward.
+        if similar is None or hides_memory or any(map(is_sharded, self._module.parameters())):
             return graph.forward
         carried = similar.carry_over(atoms, names)
         return graph.forward if carried is None else SpannedGraph(graph, carried)

@@ -121,10 +121,23 @@ class Slot:
         tensor: until the atom has ended.
     """
 
-    __slots__ = ("__weakref__", "atom", "geometry", "holder", "is_small", "kept", "place", "record", "source", "tensor")
+    __slots__ = (
+        "__weakref__",
+        "atom",
+        "geometry",
+        "holder",
+        "is_small",
+        "kept",
+        "place",
+        "record",
+        "source",
+        "tensor",
+        "version",
+    )
 
     def __init__(self, tensor: Tensor, record: "SpanRecord", atom: int, place: int):
         self.tensor: Tensor | None = tensor
+        self.version = 0 if tensor.is_inference() else tensor._version
         self.record: SpanRecord | None = record
         self.atom = atom
         self.place = place  # among what is saved in the atom
@@ -136,7 +149,7 @@ class Slot:
 
     def keep(self, holder: Any = None) -> None:
         assert self.tensor is not None
-        self.kept, self.tensor, self.record, self.holder = Kept(self.tensor), None, None, holder
+        self.kept, self.tensor, self.record, self.holder = Kept(self.tensor, self.version), None, None, holder
 
     def drop(self, record: "SpanRecord") -> None:
         """Leave what was kept to the recovery of a span."""
