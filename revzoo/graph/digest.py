@@ -25,7 +25,11 @@ def name_nodes(graph: Graph) -> dict[Node, str]:
     """Return the names of inputs and calls of a graph, but for numbers."""
     names, counts, numbers = dict[Node, str](), Counter[str](), find_numbers(graph)
     for node in graph.nodes:
-        if node not in numbers:
+        if node in numbers:
+            continue
+        if node.op == "placeholder":
+            names[node] = node.name
+        else:
             name = re.sub(r"(_\d+)+$", "", node.name)
             names[node] = f"{name}_{counts[name]}" if counts[name] else name
             counts[name] += 1
@@ -37,13 +41,15 @@ def compute_digest(graph: GraphModule, inputs: Sequence[Any]) -> str:
     values, names = prepare_inputs(graph)(inputs), name_nodes(graph.graph)
     calls = []
     for node, name in names.items():
+        if node.op == "placeholder":  # in any order
+            continue
         function = node.target
         target = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
         scales = getattr(function, "__module__", None) == "_operator" and not target.endswith("item")
         args = map_aggregate((node.args, node.kwargs), partial(_describe, values=values, names=names, scales=scales))
         shapes = [tuple(t.shape) for t in tensors_in(node.meta.get("example_value"))]
         calls.append((node.op, name, target, repr(args), repr(shapes)))
-    given = [(names[node], _describe_input(value)) for node, value in values.items() if node in names]
+    given = sorted((names[node], _describe_input(value)) for node, value in values.items() if node in names)
     return hashlib.sha256(repr((calls, given)).encode()).hexdigest()
 
 
@@ -79,5 +85,5 @@ def _describe(argument: Any, values: Mapping[Node, Any], names: Mapping[Node, st
     return int if scales and type(argument) is int else argument
 
 
-def _describe_input(value: Any) -> Any:
-    return (tuple(value.shape), str(value.dtype), value.requires_grad) if isinstance(value, Tensor) else repr(value)
+def _describe_input(value: Any) -> str:
+    return repr((tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else value)

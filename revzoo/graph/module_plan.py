@@ -7,8 +7,6 @@ module that matches the planned one runs as planned; any other call stores every
 import gc
 import itertools
 import json
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,7 +28,7 @@ from revzoo.errors import PlanError
 from revzoo.format import format_bytes, format_seconds, format_spread
 from revzoo.graph.atoms import Atom, read_key, split_into_atoms
 from revzoo.graph.capture import GraphCall
-from revzoo.graph.compiled_call import CompiledCall, Runner
+from revzoo.graph.compiled_call import CompiledCall, Runner, is_capturing
 from revzoo.graph.digest import SharedInputs, compute_digest, find_shared, name_nodes
 from revzoo.graph.expansion import expand_calls
 from revzoo.graph.refusal import describe_backward_hooks, describe_modes, require_uncompiled
@@ -40,7 +38,7 @@ from revzoo.planning.setting import Setting, list_shapes, read_setting
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.replaced_call import replace_call, restore_call
-from revzoo.runtime.transforms import must_store
+from revzoo.runtime.transforms import must_store, warn_user
 from revzoo.sharded import is_sharded
 
 _MOST_VARIANTS = 8  # of what the compiler has made of one module; after these it begins again
@@ -177,10 +175,11 @@ class ModulePlan:
         require_uncompiled(module, may_have_plan=True)
         self.setting.require_same(read_setting(module, batch))
         planned = _PlannedCall(module, self.graphs, self.setting)
-        restore_call(module)
+        _restore(module)
         if self.drops_something or self.schedules:
             before = set_schedules(module, {path: list(modes) for path, modes in self.schedules})
             replace_call(module, planned, lambda: set_schedules(module, before))
+            module.register_forward_pre_hook(_notice_compiler)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -241,7 +240,7 @@ def release(module: nn.Module) -> None:
         InputError: no module.
     """
     require_module(module)
-    restore_call(module)
+    _restore(module)
     for chain in find_block_chains(module).values():
         chain.end_plan()
 
@@ -253,6 +252,30 @@ def set_schedules(module: nn.Module, schedules: Mapping[str, list[Mode]]) -> dic
     for path, modes in schedules.items():
         chains[path].schedule = modes
     return before
+
+
+def _restore(module: nn.Module) -> None:
+    restore_call(module)
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _notice_compiler]:
+        del module._forward_pre_hooks[key]
+
+
+def _notice_compiler(module: nn.Module, _: Any) -> None:
+    """Have compiled code around a module end its graph and run the plan; say where `module.compile()` has replaced the plan.
+
+    A copy of the module has this hook, but no plan.
+    """
+    if torch.compiler.is_compiling() and module._compiled_call_impl is not None:
+        _warn_of_compiler()
+
+
+@torch._dynamo.assume_constant_result  # run by the compiler, as it reads the call
+def _warn_of_compiler() -> None:
+    if not is_capturing():
+        warn_user(
+            "A plan is not in force in a module that module.compile() has compiled since. Apply plans to modules that are not "
+            "compiled, or call revzoo.release(module)."
+        )
 
 
 class _PlannedCall:
@@ -382,10 +405,7 @@ class _PlannedCall:
     def _warn(self, cause: str, message: str) -> None:
         if cause not in self._warned:
             self._warned.add(cause)
-            level, frame = 4, sys._getframe()  # of who calls the module, three above this object's call
-            while frame.f_back is not None and frame.f_code is not _PlannedCall.__call__.__code__:
-                level, frame = level + 1, frame.f_back
-            warnings.warn(message, stacklevel=level)
+            warn_user(message)
 
 
 def _list_names(atom: Atom, names: Mapping[Node, str]) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from revzoo.runtime.compiling import exclude_from_compilation
+
 Runner = Callable[..., Any]
 
 
@@ -15,6 +17,7 @@ class _ReplacedCall:
         self._call = call
         self.undo = undo
 
+    @exclude_from_compilation
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 

@@ -34,13 +34,17 @@ def must_store() -> bool:
 
 @cache
 def _warn_once(transform: str) -> None:
+    warn_user(
+        f"Everything is stored inside {_NAMES.get(transform, transform)}, which does not support the hooks on saved tensors "
+        "that recovery needs. To save memory, run forward outside of it, and use torch.autograd.grad or .backward()."
+    )
+
+
+def warn_user(message: str) -> None:
+    """Warn at the user's line that has led here."""
     frames = enumerate(walk_stack(sys._getframe()), 1)
     outside = (level for level, (frame, _) in frames if not frame.f_globals.get("__name__", "").startswith(_OURS))
-    warnings.warn(
-        f"Everything is stored inside {_NAMES.get(transform, transform)}, which does not support the hooks on saved tensors "
-        "that recovery needs. To save memory, run forward outside of it, and use torch.autograd.grad or .backward().",
-        stacklevel=next(outside, 2),  # the line that calls the transform, or the network in it
-    )
+    warnings.warn(message, stacklevel=next(outside, 2))
 
 
 # Words of PyTorch's errors where hooks or a dispatch mode are around what traces its argument or differentiates by itself, or
