@@ -18,16 +18,17 @@ from typing import Any, cast
 from weakref import finalize
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.convert_frame import input_codes, output_codes
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends
-from torch._dynamo.guards import CheckFunctionManager
+from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import GuardFail
 from torch._dynamo.utils import guard_failures
 from torch._dynamo.variables import builder
+from torch._guards import TracingContext
 from torch.fx import GraphModule
 from torch.fx.graph_module import _loader
 
@@ -106,13 +107,13 @@ class _Backend:
 
     def __init__(self, compile: Compile, numbers: dict[Any, FrameStateSizeEntry] | None):
         self.numbers = numbers
-        self.reason, self.texts = "", list[int]()  # numbers of what is kept of graphs for tracebacks
+        self.reason = ""
+        self.texts = list[int]()  # numbers of what is kept of graphs for tracebacks
+        self.modes = list[Any]()  # under which they were made
         self._compile = compile
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
-        for node in graph.graph.find_nodes(op="placeholder"):
-            if isinstance(example := node.meta.get("example_value"), Tensor) and example.is_leaf:
-                example.grad = None  # a cycle in which a tensor refers to its gradient is never freed
+        self.modes.append(TracingContext.get().fake_mode)
         first = _loader.next_id - 1  # of the text of this graph
         runner = self._compile(graph, inputs)
         self.texts += range(first, _loader.next_id)
@@ -129,15 +130,22 @@ def _forget(backend: _Backend) -> None:
     for name in (f"<eval_with_key>.{number}" for number in backend.texts):
         linecache.cache.pop(name, None)
         _loader.eval_cache.pop(name, None)
+    for mode in backend.modes:
+        if mode is not None and mode.shape_env is not None:
+            mode.shape_env.tracked_fakes = None  # a cycle is never freed in which a view or parameter has its base or gradient
     guards = set[int]()
     for codes in (input_codes, output_codes):
         codes.seen = [each for each in codes.seen if each() is not None]
-        for code in (each() for each in codes.seen):
-            own = [entry for entry in _debug_get_cache_entry_list(cast(CodeType, code)) if entry.backend is backend]
-            if code is not None and own:
-                guards.update(id(entry.guard_manager) for entry in own)
+        for code in (cast(CodeType, each()) for each in codes.seen):
+            entries = _debug_get_cache_entry_list(code)
+            own = [entry for entry in entries if entry.backend is backend]
+            guards.update(id(entry.guard_manager) for entry in own)
+            if own and len(own) == len(entries):
                 guard_failures.pop(code, None)
                 reset_code(code)
+            else:  # it is compiled without a plan, too
+                for entry in own:
+                    cast(Any, entry.guard_manager).extra_state.invalidate(entry, DeletedGuardManagerWrapper("released"))
     for each in list(vars(finalize)["_registry"]):  # of types, which live as long as the process
         _, function, *_ = each.peek() or (None, None)
         manager = getattr(getattr(function, "func", None), "__self__", None)
