@@ -75,7 +75,7 @@ USES = [plan, train, train_and_release, plan_with_times, refuse]
 @pytest.fixture(autouse=True)
 def _capture_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest keeps what it says
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])  # those of pytest keep all that is said
 
 
 def count(use: Callable[[nn.Module], object], make: type[nn.Module], times: int) -> Counter[type]:
