@@ -5,6 +5,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -73,15 +74,15 @@ USES = [plan, train, train_and_release, plan_with_times, refuse]
 
 
 @pytest.fixture(autouse=True)
-def _capture_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def _capture_anew() -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])  # those of pytest keep all that is said
 
 
 def count(use: Callable[[nn.Module], object], make: type[nn.Module], times: int) -> Counter[type]:
     """Return what there is of every type after so many modules were made, used and deleted."""
-    for _ in range(times):
-        use(make())
+    with patch.object(logging.getLogger("torch.__trace"), "handlers", []):  # those of pytest keep all that is said
+        for _ in range(times):
+            use(make())
     for _ in range(3):  # what is freed may free more
         gc.collect()
     return Counter(map(type, gc.get_objects()))
