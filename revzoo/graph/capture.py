@@ -137,8 +137,8 @@ class Capture:
 
     def run_step(
         self, forward: Callable[[], Any], loss: LossFunction | None, end_forward: Callable[[], object] = lambda: None
-    ) -> None:
-        """Run forward, loss and backward.
+    ) -> Tensor:
+        """Run forward, loss and backward, and return the loss, which training loops hold as well.
 
         Args:
             forward: returns what the module returns.
@@ -151,6 +151,7 @@ class Capture:
         del outputs
         with leave_autocast():
             total.backward()
+        return total
 
     def _run(self, runner: Callable[..., Any]) -> Any:
         for each in self.tensors:

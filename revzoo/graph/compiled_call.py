@@ -10,7 +10,6 @@ always constants.
 
 import linecache
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import CodeType, FunctionType
@@ -65,7 +64,6 @@ class CompiledCall:
             recompile_limit=_MOST_GRAPHS,
             accumulated_recompile_limit=_MOST_GRAPHS,
         )(torch._dynamo.optimize(backend, guard_fail_fn=backend.note_failure)(function))
-        self._has_compiled = False
         finalize(self, _forget, backend)
 
     @property
@@ -84,17 +82,10 @@ class CompiledCall:
 
     def forget(self) -> None:
         """Drop what was compiled. The next call compiles anew."""
-        self._has_compiled = False
         _forget(self._backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._has_compiled:
-            return self._run(*args, **kwargs)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the compiler asks for it
-            results = self._run(*args, **kwargs)
-        self._has_compiled = True
-        return results
+        return self._run(*args, **kwargs)
 
 
 class _Backend:
@@ -149,8 +140,10 @@ def _forget(backend: _Backend) -> None:
     for each in list(vars(finalize)["_registry"]):  # of types, which live as long as the process
         _, function, *_ = each.peek() or (None, None)
         manager = getattr(getattr(function, "func", None), "__self__", None)
-        if isinstance(manager, CheckFunctionManager) and id(getattr(manager, "guard_manager", None)) in guards:
-            each.detach()
+        if isinstance(manager, CheckFunctionManager):
+            guard = getattr(manager, "guard_manager", None)
+            if id(guard) in guards or isinstance(guard, DeletedGuardManagerWrapper):
+                each.detach()
 
 
 def is_capturing() -> bool:

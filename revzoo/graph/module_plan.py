@@ -179,7 +179,7 @@ class ModulePlan:
         if self.drops_something or self.schedules:
             before = set_schedules(module, {path: list(modes) for path, modes in self.schedules})
             replace_call(module, planned, lambda: set_schedules(module, before))
-            module.register_forward_pre_hook(_notice_compiler)
+            module.register_forward_pre_hook(partial(_notice_compiler, id(module)))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -256,16 +256,17 @@ def set_schedules(module: nn.Module, schedules: Mapping[str, list[Mode]]) -> dic
 
 def _restore(module: nn.Module) -> None:
     restore_call(module)
-    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _notice_compiler]:
-        del module._forward_pre_hooks[key]
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is _notice_compiler]:
+        del hooks[key]
 
 
-def _notice_compiler(module: nn.Module, _: Any) -> None:
+def _notice_compiler(planned: int, module: nn.Module, _: Any) -> None:
     """Have compiled code around a module end its graph and run the plan; say where `module.compile()` has replaced the plan.
 
-    A copy of the module has this hook, but no plan.
+    A copy of the module has this hook, but no plan, and another identity than the planned one.
     """
-    if torch.compiler.is_compiling() and module._compiled_call_impl is not None:
+    if torch.compiler.is_compiling() and id(module) == planned:
         _warn_of_compiler()
 
 

@@ -267,8 +267,7 @@ class _Planner:
 
     def _add_optimizer(self, peak: int) -> int:
         """Return the peak of the step with the optimizer, given that of forward and backward."""
-        left = self.step.fixed_bytes + self.step.gradient_bytes[-1]
-        return max(peak, left + self.optimizer.update) + self.optimizer.state
+        return max(peak, self.step.left_bytes + self.optimizer.update) + self.optimizer.state
 
     def _fit(self, budget: int) -> tuple[Spans, SpannedStep]:
         """Return the spans with the least work whose counted peak is within the budget, and their step.

@@ -73,6 +73,7 @@ class Record:
         gradient_bytes: by position in the log of backward, what backward itself has allocated.
         first_unpack: by atom, when backward first asks for something saved in it; -1 if it never does.
         fixed_bytes: parameters, buffers and batch.
+        left_bytes: what is alive after backward: these, gradients and the loss.
         loss_bytes: what loss and backward allocate until backward first asks for something, less what is freed until then of
             results that autograd does not save.
         peak_bytes: of this step.
@@ -88,6 +89,7 @@ class Record:
     gradient_bytes: list[int]
     first_unpack: list[int]
     fixed_bytes: int
+    left_bytes: int
     loss_bytes: int
     peak_bytes: int
 
@@ -166,13 +168,15 @@ def record(captured: Capture, loss: LossFunction | None = None, *, with_paramete
         fixed = live.watch(captured.tensors)
         fixed_bytes = live.size(fixed)
         recorder.begins[0] = live.now()
-        captured.run_step(lambda: captured.run(recorder.run_graph), loss, recorder.end_forward)
+        total = captured.run_step(lambda: captured.run(recorder.run_graph), loss, recorder.end_forward)
         left_out = frozenset() if with_parameter_gradients else live.watch([t.grad for t in captured.tensors])
-    return _summarise(captured.calls, recorder, fixed, fixed_bytes, left_out)
+        left_bytes = live.alive()
+        del total
+    return _summarise(captured.calls, recorder, fixed, fixed_bytes, left_bytes, left_out)
 
 
 def _summarise(
-    calls: Sequence[GraphCall], recorder: _Recorder, fixed: Storages, fixed_bytes: int, left_out: Storages
+    calls: Sequence[GraphCall], recorder: _Recorder, fixed: Storages, fixed_bytes: int, left_bytes: int, left_out: Storages
 ) -> Record:
     atoms = [_BETWEEN, *(atom for each in calls for atom in (*each.atoms, _BETWEEN))]
     live, log = recorder.live, recorder.live.log
@@ -218,6 +222,7 @@ def _summarise(
         gradient_bytes=gradient or [0],
         first_unpack=first,
         fixed_bytes=fixed_bytes,
+        left_bytes=left_bytes,
         loss_bytes=loss,
         peak_bytes=live.peak(),
     )
