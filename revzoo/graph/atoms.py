@@ -200,8 +200,9 @@ def _follow_fake(graph: GraphModule, inputs: Sequence[Any]) -> list["_Call"]:
         fake = t.detach() if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
         return _take_place_of(t, fake)
 
+    fakes = [map_tensors(make_fake, each) for each in inputs]
     with mode:
-        return _follow(graph, [map_tensors(make_fake, each) for each in inputs])
+        return _follow(graph, fakes)
 
 
 def _follow_copies(graph: GraphModule, inputs: Sequence[Any]) -> list["_Call"]:

@@ -101,11 +101,11 @@ def test_a_module_goes_with_its_last_reference(use: Callable[[nn.Module], object
 
 @pytest.mark.parametrize("make", [Net, Tapped, Annealed])
 def test_six_plans_leave_no_more_than_two(make: type[nn.Module]):
-    """No tensor, graph or object of this package. PyTorch notes a few dozen things of every compilation."""
+    """No tensor, graph or object of this package. PyTorch notes some dozens of things at every compilation."""
     before, after = count(train_and_release, make, 2), count(train_and_release, make, 4)
     more = {kind: number - before[kind] for kind, number in after.items() if number > before[kind]}
     assert not [k for k in more if issubclass(k, Tensor | nn.Module | torch.fx.Node) or k.__module__.startswith("revzoo")]
-    assert sum(more.values()) < 4 * 100
+    assert sum(more.values()) < 4 * 300
 
 
 def test_what_is_compiled_without_a_plan_stays():

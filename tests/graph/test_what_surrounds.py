@@ -180,6 +180,7 @@ class RecoveryCount(TorchDispatchMode):
 
 
 def test_compiling_a_planned_module_says_that_its_plan_is_gone():
+    torch._dynamo.reset()
     module = Net()
     apply_half(module)
     copied = copy.deepcopy(module)

@@ -55,7 +55,7 @@ def apply_least(module: nn.Module, batch: Any) -> revzoo.ModulePlan:
 @pytest.mark.parametrize(
     "write",
     [
-        lambda net, x, y: torch._foreach_lerp_([net.mean, net.other], [x, y], 0.1),
+        lambda net, x, y: torch._foreach_mul_([net.mean, net.other], 0.9),
         lambda net, x, y: torch._foreach_add_([y], 1.0),
         lambda net, x, y: torch._foreach_mul_([net.mean[3:5], net.other[:, 2]], 0.5),
         lambda net, x, y: torch._foreach_mul_([net.layers[0].weight], 0.9),
