@@ -85,13 +85,13 @@ class Kept:
             )
         return self._tensor
 
-    def get_start(self, name: str) -> Tensor:
-        """Return what a recovery starts from, compared with what was noted; `name` is for messages."""
+    def get_start(self, node: Node) -> Tensor:
+        """Return what a recovery starts from, the value of a node, compared with what was noted."""
         tensor = self.get()
         if self._ends is not None and self._ends != _read_ends(tensor):
-            raise RecoveryError(_describe_change(name, tensor))
+            raise RecoveryError(_describe_change(node, tensor))
         if self._fingerprint is not None:
-            Watch(_describe_change(name, tensor)).compare(name, self._fingerprint, tensor, 0.0, of_state=False)
+            Watch(_describe_change(node, tensor)).compare(node.name, self._fingerprint, tensor, 0.0, of_state=False)
         return tensor
 
 
@@ -103,9 +103,9 @@ def _read_ends(tensor: Tensor) -> bytes | None:
     return string_at(address, length) + string_at(address + size - length, length) if address else None
 
 
-def _describe_change(name: str, tensor: Tensor) -> str:
+def _describe_change(node: Node, tensor: Tensor) -> str:
     return (
-        f"A tensor {tuple(tensor.shape)} that backward needs ({name}) was changed after forward where autograd does not see "
+        f"A tensor {tuple(tensor.shape)} that backward needs ({name_call(node)}) was changed after forward where autograd does not see "
         "it, through .data, NumPy or another library. Change inputs, parameters and outputs of the planned module before its "
         "forward or after its backward, or call revzoo.release(module)."
     )
@@ -393,7 +393,7 @@ def _restore(node: Node, kept: Any) -> Any:
                 )
         if not isinstance(each, Kept):
             return each
-        tensor = each.get_start(name_call(node))
+        tensor = each.get_start(node)
         return tensor.detach().requires_grad_(each.requires_grad) if each.requires_grad else tensor
 
     if isinstance(kept, list | tuple):
