@@ -138,6 +138,11 @@ def prepare_calls(graph: GraphModule, atoms: Sequence[Atom]) -> Calls:
     return [[(node, prepare_call(graph, node)) for node in atom.nodes] for atom in atoms]
 
 
+def list_written(atoms: Sequence[Atom]) -> set[Node]:
+    """Return the inputs of a graph that atoms change."""
+    return {node for atom in atoms for node in atom.changes}
+
+
 def list_dead(atoms: Sequence[Atom]) -> list[list[Node]]:
     """Return for each atom the results to free once it has run: no later atom and no output of the graph needs them."""
     number = {node: i for i, atom in enumerate(atoms) for node in atom.nodes}
@@ -375,7 +380,6 @@ class _Effects(TorchDispatchMode):
         known, kwargs = describe_operation(func), kwargs or {}
         # A higher-order operation does not show what it calls.
         self.has_drawn |= isinstance(func, HigherOrderOperator) or known.draws(args, kwargs)
-        for place, name in known.written:
-            given = args[place] if place < len(args) else kwargs.get(name)
-            self.written.update(read_key(t) for t in tensors_in(given) if t.layout is torch.strided)
+        written = tensors_in(known.list_written(args, kwargs))
+        self.written.update(read_key(t) for t in written if t.layout is torch.strided)
         return func(*args, **kwargs)

@@ -53,7 +53,7 @@ class CompiledCall:
         # The compiler counts captures by code object and gives up after a few.
         code, own = call_module.__code__.replace(), {"__builtins__": __builtins__, "__name__": __name__}
         function = FunctionType(code, own, closure=call_module.__closure__)
-        self._backend = backend = _Backend(compile, defaultdict(FrameStateSizeEntry) if follows_numbers else None)
+        self.backend = backend = _Backend(compile, defaultdict(FrameStateSizeEntry) if follows_numbers else None)
         self._run: Runner = torch._dynamo.config.patch(
             allow_rnn=True,  # as a call of the graph
             allow_unspec_int_on_nn_module=True,  # as an input of the graph, where it changes
@@ -69,20 +69,11 @@ class CompiledCall:
     @property
     def has_numbers(self) -> bool:
         """Whether a number has changed, so that it is an input."""
-        return any(entry.scalar is auto_dynamic for entry in (self._backend.numbers or {}).values())
-
-    @property
-    def reason(self) -> str:
-        """What was so in an earlier call and is not any more, for which the compiler had to make another graph."""
-        return self._backend.reason
-
-    def bind_numbers(self) -> None:
-        """Make constants of all numbers from now on."""
-        self._backend.numbers = None
+        return any(entry.scalar is auto_dynamic for entry in (self.backend.numbers or {}).values())
 
     def forget(self) -> None:
         """Drop what was compiled. The next call compiles anew."""
-        _forget(self._backend)
+        _forget(self.backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
@@ -94,6 +85,9 @@ class _Backend:
     Args:
         compile: as for `CompiledCall`.
         numbers: what they have been so far, by the code that reads them and their name there; None: they are constants.
+
+    Attributes:
+        reason: what was so in an earlier call and is not any more, for which another graph had to be made.
     """
 
     def __init__(self, compile: Compile, numbers: dict[Any, FrameStateSizeEntry] | None):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from revzoo.graph.atoms import Atom, find_numbers, prepare_inputs, read_key
+from revzoo.graph.atoms import Atom, find_numbers, list_written, prepare_inputs, read_key
 from revzoo.runtime.nested import tensors_in
 
 SharedInputs = tuple[tuple[str, ...], ...]
@@ -55,8 +55,7 @@ def compute_digest(graph: GraphModule, inputs: Sequence[Any]) -> str:
 
 def find_shared(placeholders: Sequence[Node], inputs: Sequence[Any], atoms: Sequence[Atom]) -> SharedInputs:
     """Return the names of inputs that lie in one memory, by memory, if an atom writes to it."""
-    written = {node for atom in atoms for node in atom.changes}
-    if not written:
+    if not (written := list_written(atoms)):
         return ()
     sharing: dict[int, list[Node]] = {}
     for node, value in zip(placeholders, inputs, strict=True):

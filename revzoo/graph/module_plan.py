@@ -18,7 +18,6 @@ from weakref import proxy
 import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.utils import counters
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -26,7 +25,7 @@ from revzoo.analysis.chains import find_block_chains, find_chains
 from revzoo.analysis.dry_run import require_module
 from revzoo.errors import PlanError
 from revzoo.format import format_bytes, format_seconds, format_spread
-from revzoo.graph.atoms import Atom, read_key, split_into_atoms
+from revzoo.graph.atoms import Atom, list_written, read_key, split_into_atoms
 from revzoo.graph.capture import GraphCall
 from revzoo.graph.compiled_call import CompiledCall, Runner, is_capturing
 from revzoo.graph.digest import SharedInputs, compute_digest, find_shared, name_nodes
@@ -53,7 +52,7 @@ class GraphPlan:
         atoms: names of the calls of every atom.
         drawing: numbers of the atoms that may draw random numbers.
         fixed: numbers of the atoms that may not run again.
-        changes: for each of these, names of the inputs that it changes.
+        written: names of the inputs that these change.
         shared: names of inputs that lie in one memory, where the graph writes to some of them.
         ends: of the spans, as numbers of atoms; none where everything is stored.
         kept: names of the calls whose results are kept.
@@ -70,39 +69,34 @@ class GraphPlan:
     kept: tuple[str, ...]
     kept_inside: tuple[int, ...]
     nests: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
-    changes: tuple[tuple[str, ...], ...] = ()
+    written: tuple[str, ...] = ()
     shared: SharedInputs = ()
 
     @classmethod
     def of(cls, call: GraphCall, spans: Spans) -> "GraphPlan":
         """Return the plan that these spans of a graph are."""
-        names, fixed = name_nodes(call.graph.graph), [i for i, atom in enumerate(spans.atoms) if not atom.is_repeatable]
+        names = name_nodes(call.graph.graph)
         return cls(
             digest=call.digest,
             atoms=tuple(_list_names(atom, names) for atom in spans.atoms),
             drawing=tuple(i for i, atom in enumerate(spans.atoms) if atom.draws),
-            fixed=tuple(fixed),
+            fixed=tuple(i for i, atom in enumerate(spans.atoms) if not atom.is_repeatable),
             ends=tuple(spans.ends),
             kept=tuple(sorted(names[node] for node in spans.kept)),
             kept_inside=tuple(sorted(spans.kept_inside)),
             nests=tuple((nest.first, nest.end, tuple(sorted(names[node] for node in nest.handed))) for nest in spans.nests),
-            changes=tuple(tuple(names[node] for node in spans.atoms[i].changes) for i in fixed),
+            written=tuple(sorted(names[node] for node in list_written(spans.atoms))),
             shared=call.shared,
         )
 
     def bind(self, graph: GraphModule) -> Spans:
         """Return the spans of a graph with the same digest."""
         nodes = {name: node for node, name in name_nodes(graph.graph).items()}
-        changes = dict(zip(self.fixed, self.changes, strict=False))
-        atoms = [
-            Atom.of(
-                [nodes[name] for name in names],
-                changes=[nodes[name] for name in changes.get(i, ())],
-                draws=i in self.drawing,
-                is_repeatable=i not in self.fixed,
-            )
-            for i, names in enumerate(self.atoms)
-        ]
+        written = [nodes[name] for name in self.written]
+        atoms = []
+        for i, names in enumerate(self.atoms):
+            is_fixed, own = i in self.fixed, [nodes[name] for name in names]
+            atoms.append(Atom.of(own, changes=written if is_fixed else (), draws=i in self.drawing, is_repeatable=not is_fixed))
         nests = [Nest(first, end, frozenset(nodes[name] for name in handed)) for first, end, handed in self.nests]
         kept = frozenset(nodes[name] for name in self.kept)
         return Spans(atoms, self.ends, kept, frozenset(self.kept_inside), nests)
@@ -294,7 +288,7 @@ class _PlannedCall:
             module, partial(_PlannedCall._take, cast(_PlannedCall, proxy(self))), follows_numbers=True
         )
         self._thread = local()
-        self._num_variants, self._drops_numbers, self._num_breaks = 0, False, counters["graph_break"].total()
+        self._num_variants, self._drops_numbers = 0, False
         self._warned = set[str]()  # of what
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -313,7 +307,7 @@ class _PlannedCall:
         except TorchDynamoException:
             if self._thread.position or not self._captured.has_numbers:
                 raise
-            self._captured.bind_numbers()  # something takes no number that is an input
+            self._captured.backend.numbers = None  # something takes no number that is an input
             self._captured.forget()
             results = self._captured(*args, **kwargs)
         if self._thread.has_compiled:
@@ -325,8 +319,7 @@ class _PlannedCall:
 
     def _free_frames(self) -> None:
         """Free what the compiler raised where it ended a graph: that holds frames, and these hold tensors."""
-        if (breaks := counters["graph_break"].total()) != self._num_breaks:
-            self._num_breaks = breaks
+        if len(self._plans) != 1:
             gc.collect()
 
     def _note_variant(self) -> None:
@@ -336,8 +329,8 @@ class _PlannedCall:
             self._warn(
                 "variants",
                 f"{self._setting.model} is compiled anew again and again, which takes longer than a step: "
-                f"{self._captured.reason} is not so any more. Change it less often, make it a buffer if it is a number, or "
-                "call revzoo.release(module).",
+                f"{self._captured.backend.reason} is not so any more. Change it less often, make it a buffer if it is a number, "
+                "or call revzoo.release(module).",
             )
         if self._num_variants > _MOST_VARIANTS or self._drops_numbers:
             self._captured.forget()
@@ -351,10 +344,11 @@ class _PlannedCall:
             at: int = self._thread.position
             self._thread.position = at + 1
             program = programs.get(at)
-            if program is None or (isinstance(program, SpannedGraph) and not program.fits(given)):
-                program = programs[at] = self._choose(graph, at, given)
+            if program is None:
                 self._thread.has_compiled = True
                 self._free_frames()
+            if program is None or (isinstance(program, SpannedGraph) and not program.fits(given)):
+                program = programs[at] = self._choose(graph, at, given)
             return program(*given)
 
         return run
@@ -371,7 +365,7 @@ class _PlannedCall:
                     self._warn_of_difference()
                 return SpannedGraph(graph, spans) if plan.ends else graph.forward
         if self._captured.has_numbers:  # they are part of it; the next call has constants
-            self._captured.bind_numbers()
+            self._captured.backend.numbers = None
             self._drops_numbers = True
         elif torch.is_grad_enabled():
             self._warn_of_difference()

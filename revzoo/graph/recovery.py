@@ -105,9 +105,9 @@ def _read_ends(tensor: Tensor) -> bytes | None:
 
 def _describe_change(node: Node, tensor: Tensor) -> str:
     return (
-        f"A tensor {tuple(tensor.shape)} that backward needs ({name_call(node)}) was changed after forward where autograd does not see "
-        "it, through .data, NumPy or another library. Change inputs, parameters and outputs of the planned module before its "
-        "forward or after its backward, or call revzoo.release(module)."
+        f"A tensor {tuple(tensor.shape)} that backward needs ({name_call(node)}) was changed after forward where autograd does "
+        "not see it, through .data, NumPy or another library. Change inputs, parameters and outputs of the planned module "
+        "before its forward or after its backward, or call revzoo.release(module)."
     )
 
 

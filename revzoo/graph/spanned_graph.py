@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch.fx import GraphModule, Node
 
-from revzoo.graph.atoms import Atom, list_dead, prepare_calls, prepare_inputs
+from revzoo.graph.atoms import Atom, list_dead, list_written, prepare_calls, prepare_inputs
 from revzoo.graph.digest import SharedInputs, find_shared
 from revzoo.graph.recovery import Kept, Observer, Shared, Slot, SpanRecord, read_geometry, read_slot, read_slot_and_tell
 from revzoo.graph.spans import Nest, SpanRecovery, Spans, find_recipe
@@ -55,7 +55,7 @@ class SpannedGraph:
         self.observer, self.first = observer, first
         self.recipes: dict[int, SpanRecovery] = {}  # by span, from the first call on
         self.bind, self.calls = prepare_inputs(graph), prepare_calls(graph, spans.atoms)
-        self.written = frozenset(node for atom in spans.atoms for node in atom.changes)  # inputs
+        self.written = list_written(spans.atoms)
         self.placeholders = graph.graph.find_nodes(op="placeholder")
         self.shared: SharedInputs | None = (
             None  # which inputs lie in one memory that is written to; another call may have others
