@@ -329,7 +329,7 @@ class _PlannedCall:
             self._warn(
                 "variants",
                 f"{self._setting.model} is compiled anew again and again, which takes longer than a step: "
-                f"{self._captured.backend.reason} is not so any more. Change it less often, make it a buffer if it is a number, "
+                f"{self._captured.backend.reason} is not so any more. Change it less often, make a number a buffer, "
                 "or call revzoo.release(module).",
             )
         if self._num_variants > _MOST_VARIANTS or self._drops_numbers:

@@ -11,18 +11,28 @@ import revzoo
 from revzoo.graph import plan_module
 
 
-class Dense(nn.Module):
-    """One whose blocks read all earlier results, so that the smallest plan takes more than was predicted."""
+class DenseBlock(nn.Module):
+    """One whose layers read all earlier results."""
 
     def __init__(self):
         super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(4 * i, 4, 3, padding=1) for i in range(1, 6))
+        self.convs = nn.ModuleList(nn.Conv2d(8 + 4 * i, 4 if i < 2 else 8, 3, padding=1) for i in range(3))
 
     def forward(self, x):
         seen = [x]
-        for conv in self.convs:
-            seen.append(F.leaky_relu(conv(torch.cat(seen, 1)), 0.2))
-        return seen[-1] * 0.2 + x
+        for conv in self.convs[:-1]:
+            seen.append(F.leaky_relu(conv(torch.cat(seen, 1)), 0.2, inplace=True))
+        return x + 0.2 * self.convs[-1](torch.cat(seen, 1))
+
+
+class Dense(nn.Sequential):
+    """One whose smallest plan takes more than was predicted."""
+
+    def __init__(self):
+        super().__init__(DenseBlock(), DenseBlock())
+
+    def forward(self, x):
+        return x + 0.2 * super().forward(x)
 
 
 class Dilated(nn.Module):
@@ -30,14 +40,15 @@ class Dilated(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.filters, self.gates = ([nn.Conv1d(8, 8, 2, dilation=2**i, padding=2**i) for i in range(4)] for _ in range(2))
-        self.layers = nn.ModuleList([*self.filters, *self.gates])
+        self.filters = nn.ModuleList(nn.Conv1d(8, 16, 2, dilation=2**i) for i in range(4))
+        self.outputs, self.skips = (nn.ModuleList(nn.Conv1d(8, 8, 1) for _ in range(4)) for _ in range(2))
 
     def forward(self, x):
         total = 0
-        for a, b in zip(self.filters, self.gates, strict=True):
-            h = torch.tanh(a(x)[..., : x.shape[-1]]) * torch.sigmoid(b(x)[..., : x.shape[-1]])
-            total, x = total + h, x + h
+        for i, (filter, output, skip) in enumerate(zip(self.filters, self.outputs, self.skips, strict=True)):
+            a, b = filter(F.pad(x, (2**i, 0))).chunk(2, 1)
+            z = torch.tanh(a) * torch.sigmoid(b)
+            total, x = total + skip(z), x + output(z)
         return F.relu(total)
 
 
@@ -54,7 +65,7 @@ class Curvature(nn.Sequential):
         return second + first
 
 
-CASES = [(Dense, torch.randn(2, 4, 16, 16)), (Dilated, torch.randn(2, 8, 64)), (Curvature, torch.randn(256, 16))]
+CASES = [(Dense, torch.randn(1, 8, 12, 12)), (Dilated, torch.randn(2, 8, 64)), (Curvature, torch.randn(256, 16))]
 
 
 @pytest.mark.parametrize(("make", "batch"), CASES, ids=["dense", "dilated", "curvature"])
