@@ -8,7 +8,6 @@ A number that differs from the last call, such as an annealed temperature, becom
 always constants.
 """
 
-import linecache
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -29,7 +28,6 @@ from torch._dynamo.utils import guard_failures
 from torch._dynamo.variables import builder
 from torch._guards import TracingContext
 from torch.fx import GraphModule
-from torch.fx.graph_module import _loader
 
 Runner = Callable[..., Any]
 Compile = Callable[[GraphModule, Sequence[Any]], Runner]
@@ -93,16 +91,12 @@ class _Backend:
     def __init__(self, compile: Compile, numbers: dict[Any, FrameStateSizeEntry] | None):
         self.numbers = numbers
         self.reason = ""
-        self.texts = list[int]()  # numbers of what is kept of graphs for tracebacks
-        self.modes = list[Any]()  # under which they were made
+        self.environments = list[Any]()  # in which graphs were made
         self._compile = compile
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
-        self.modes.append(TracingContext.get().fake_mode)
-        first = _loader.next_id - 1  # of the text of this graph
-        runner = self._compile(graph, inputs)
-        self.texts += range(first, _loader.next_id)
-        return runner
+        self.environments.append(cast(Any, TracingContext.get().fake_mode).shape_env)
+        return self._compile(graph, inputs)
 
     def note_failure(self, failure: GuardFail) -> None:
         _, _, condition = failure.reason.partition(": ")
@@ -112,12 +106,8 @@ class _Backend:
 def _forget(backend: _Backend) -> None:
     """Take out what the compiler has made with a backend: with the module's own functions too, if it ended a graph in them."""
     cached_backends.pop(id(backend), None)
-    for name in (f"<eval_with_key>.{number}" for number in backend.texts):
-        linecache.cache.pop(name, None)
-        _loader.eval_cache.pop(name, None)
-    for mode in backend.modes:
-        if mode is not None and mode.shape_env is not None:
-            mode.shape_env.tracked_fakes = None  # a cycle is never freed in which a view or parameter has its base or gradient
+    for each in filter(None, backend.environments):
+        each.tracked_fakes = None  # a cycle is never freed in which a view has its base, or a parameter its gradient
     guards = set[int]()
     for codes in (input_codes, output_codes):
         codes.seen = [each for each in codes.seen if each() is not None]

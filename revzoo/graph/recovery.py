@@ -119,25 +119,14 @@ class Slot:
         source: the node whose result it is, or lies in; None for an input of the graph, or what the atom saves besides.
         is_small: whether it is so much smaller than what the atom reads and makes that it is kept, unless the atom runs again.
         tensor: until the atom has ended.
+        writes: how often it had been changed when it was saved.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "atom",
-        "geometry",
-        "holder",
-        "is_small",
-        "kept",
-        "place",
-        "record",
-        "source",
-        "tensor",
-        "version",
-    )
+    __slots__ = "__weakref__", "atom", "geometry", "holder", "is_small", "kept", "place", "record", "source", "tensor", "writes"
 
     def __init__(self, tensor: Tensor, record: "SpanRecord", atom: int, place: int):
         self.tensor: Tensor | None = tensor
-        self.version = 0 if tensor.is_inference() else tensor._version
+        self.writes = 0 if tensor.is_inference() else tensor._version
         self.record: SpanRecord | None = record
         self.atom = atom
         self.place = place  # among what is saved in the atom
@@ -149,7 +138,7 @@ class Slot:
 
     def keep(self, holder: Any = None) -> None:
         assert self.tensor is not None
-        self.kept, self.tensor, self.record, self.holder = Kept(self.tensor, self.version), None, None, holder
+        self.kept, self.tensor, self.record, self.holder = Kept(self.tensor, self.writes), None, None, holder
 
     def drop(self, record: "SpanRecord") -> None:
         """Leave what was kept to the recovery of a span."""

@@ -231,7 +231,7 @@ class _Run:
             slot.is_small = not is_input and slot.source is None and self._is_small(tensor, atom)
             if (
                 is_input
-                or tensor._version != slot.version  # which is an error if backward asks for it
+                or tensor._version != slot.writes  # which is an error if backward asks for it
                 or not atom.is_repeatable
                 or maker in spans.kept
                 or slot.is_small
