@@ -36,8 +36,7 @@ from revzoo.graph.refusal import (
     describe_backward_hooks,
     explain_failures,
     require_arguments,
-    require_no_nested_tensors,
-    require_no_transforms,
+    require_followable,
     require_plannable,
     require_results,
 )
@@ -197,8 +196,7 @@ class Capture:
 
     def _note_and_run(self, at: int, given: Sequence[Any]) -> Any:
         graph = self._graphs[at]
-        require_no_transforms(self.module, graph)
-        require_no_nested_tensors(self.module, graph)
+        require_followable(self.module, graph)
         if any(graph is each for each in self._graphs[:at]):
             graph = _copy(graph)
         atoms = split_into_atoms(graph, given)

@@ -123,30 +123,25 @@ def explain_failures(module: nn.Module, batch: Any) -> Iterator[None]:
         raise InputError(f"The forward of {type(module).__name__} fails {where}: {words}. {remedy}") from error
 
 
-def require_no_transforms(module: nn.Module, graph: GraphModule) -> None:
-    """Raise InputError if a captured graph uses torch.func: what it makes has no memory to follow.
+def require_followable(module: nn.Module, graph: GraphModule) -> None:
+    """Raise InputError if a captured graph has calls whose results have no memory to follow, or sizes that depend on values.
 
-    Raised before the graph runs, since one that stops on its way leaves PyTorch inside the transform.
+    Raised before the graph runs, since one that stops on its way leaves PyTorch inside a transform of torch.func.
     """
     graphs = (each for each in graph.modules() if isinstance(each, GraphModule))
-    calls = (name_call(node) for each in graphs for node in each.graph.nodes)
-    if name := next((name for name in calls if name.rstrip(")").endswith("_increment_nesting")), None):
-        path = name.rpartition(" (")[0] or "itself"
-        raise InputError(
-            f"The forward of {type(module).__name__} uses vmap, grad or another transform of torch.func (in {path}), which "
-            "cannot be planned. Plan a submodule that uses none."
-        )
-
-
-def require_no_nested_tensors(module: nn.Module, graph: GraphModule) -> None:
-    """Raise InputError if a captured graph has nested tensors: their sizes depend on values, and they wrap several others."""
-    examples = ((node, node.meta.get("example_value")) for node in graph.graph.nodes)
-    if node := next((node for node, value in examples if any(t.is_nested for t in tensors_in(value))), None):
-        given = "its batch" if node.op == "placeholder" else name_call(node)
-        raise InputError(
-            f"The sizes of nested tensors depend on values, so {type(module).__name__} cannot be planned. Received: a nested "
-            f"tensor in {given}. Plan a submodule that has none, or pad it to a dense one."
-        )
+    for node in (node for each in graphs for node in each.graph.nodes):
+        path, _, function = (name := name_call(node)).rpartition(" (")
+        if function.rstrip(")").endswith("_increment_nesting"):
+            raise InputError(
+                f"The forward of {type(module).__name__} uses vmap, grad or another transform of torch.func (in "
+                f"{path or 'itself'}), which cannot be planned. Plan a submodule that uses none."
+            )
+        if any(t.is_nested for t in tensors_in(node.meta.get("example_value"))):
+            raise InputError(
+                f"The sizes of nested tensors depend on values, so {type(module).__name__} cannot be planned. Received: a "
+                f"nested tensor in {'its batch' if node.op == 'placeholder' else name}. Plan a submodule that has none, or pad "
+                "it to a dense one."
+            )
 
 
 def describe_modes() -> Iterator[str]:
