@@ -22,7 +22,6 @@ from torch._dynamo.convert_frame import input_codes, output_codes
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends
 from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
-from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import GuardFail
 from torch._dynamo.utils import guard_failures
 from torch._dynamo.variables import builder
@@ -130,23 +129,13 @@ def _forget(backend: _Backend) -> None:
                 each.detach()
 
 
-def is_capturing() -> bool:
-    """Return whether the compiler, which is reading code, does so for a call of this file."""
-    return _find_backend(InstructionTranslator.current_tx()) is not None
-
-
-def _find_backend(tx: Any) -> _Backend | None:
-    backend = getattr(tx.output.compiler_fn, "_torchdynamo_orig_backend", None)
-    return backend if isinstance(backend, _Backend) else None
-
-
 _process: Callable[..., FrameStateSizeEntry] = vars(builder)["process_automatic_dynamic"]
 
 
 def _follow(tx: Any, name: str, entry: FrameStateSizeEntry, **options: Any) -> FrameStateSizeEntry:
     """Say for calls of this file what differs from earlier ones, in place of the compiler: numbers, but no sizes."""
-    backend = _find_backend(tx)
-    if backend is None:
+    backend = getattr(tx.output.compiler_fn, "_torchdynamo_orig_backend", None)
+    if not isinstance(backend, _Backend):
         return _process(tx, name, entry, **options)
     if backend.numbers is None or entry.scalar is auto_dynamic:  # a tensor
         return entry

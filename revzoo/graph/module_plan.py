@@ -27,7 +27,7 @@ from revzoo.errors import PlanError
 from revzoo.format import format_bytes, format_seconds, format_spread
 from revzoo.graph.atoms import Atom, list_written, read_key, split_into_atoms
 from revzoo.graph.capture import GraphCall
-from revzoo.graph.compiled_call import CompiledCall, Runner, is_capturing
+from revzoo.graph.compiled_call import CompiledCall, Runner
 from revzoo.graph.digest import SharedInputs, compute_digest, find_shared, name_nodes
 from revzoo.graph.expansion import expand_calls
 from revzoo.graph.refusal import describe_backward_hooks, describe_modes, require_uncompiled
@@ -169,11 +169,10 @@ class ModulePlan:
         require_uncompiled(module, may_have_plan=True)
         self.setting.require_same(read_setting(module, batch))
         planned = _PlannedCall(module, self.graphs, self.setting)
-        _restore(module)
+        restore_call(module)
         if self.drops_something or self.schedules:
             before = set_schedules(module, {path: list(modes) for path, modes in self.schedules})
             replace_call(module, planned, lambda: set_schedules(module, before))
-            module.register_forward_pre_hook(partial(_notice_compiler, id(module)))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -234,7 +233,7 @@ def release(module: nn.Module) -> None:
         InputError: no module.
     """
     require_module(module)
-    _restore(module)
+    restore_call(module)
     for chain in find_block_chains(module).values():
         chain.end_plan()
 
@@ -246,31 +245,6 @@ def set_schedules(module: nn.Module, schedules: Mapping[str, list[Mode]]) -> dic
     for path, modes in schedules.items():
         chains[path].schedule = modes
     return before
-
-
-def _restore(module: nn.Module) -> None:
-    restore_call(module)
-    hooks = module._forward_pre_hooks
-    for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is _notice_compiler]:
-        del hooks[key]
-
-
-def _notice_compiler(planned: int, module: nn.Module, _: Any) -> None:
-    """Have compiled code around a module end its graph and run the plan; say where `module.compile()` has replaced the plan.
-
-    A copy of the module has this hook, but no plan, and another identity than the planned one.
-    """
-    if torch.compiler.is_compiling() and id(module) == planned:
-        _warn_of_compiler()
-
-
-@torch._dynamo.assume_constant_result  # run by the compiler, as it reads the call
-def _warn_of_compiler() -> None:
-    if not is_capturing():
-        warn_user(
-            "A plan is not in force in a module that module.compile() has compiled since. Apply plans to modules that are not "
-            "compiled, or call revzoo.release(module)."
-        )
 
 
 class _PlannedCall:
