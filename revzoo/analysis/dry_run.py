@@ -4,6 +4,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
@@ -112,8 +113,10 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
             stack.enter_context(silence_failures())
             batch = _map_once(lambda t: make_fake(t, mode, home).requires_grad_(t.requires_grad), batch)
             if not is_divided_copy(model):
-                _replace_tensors(model, "_parameters", lambda p: nn.Parameter(make_fake(p, mode, home), p.requires_grad))
-                _replace_tensors(model, "_buffers", lambda b: make_fake(b, mode, home))
+                # `preserve` does not look into modules that torch.jit has compiled.
+                convert = partial(make_fake, mode=mode, home=home)
+                stack.callback(_replace_tensors(model, "_parameters", lambda p: nn.Parameter(convert(p), p.requires_grad)))
+                stack.callback(_replace_tensors(model, "_buffers", convert))
             stack.enter_context(mode)
         else:
             batch = _map_once(lambda t: t.detach().requires_grad_(t.requires_grad), batch)  # t.grad stays as it is
@@ -371,13 +374,13 @@ def _copy_buffer(buffer: Tensor) -> Tensor:
     return buffer if expanded else buffer.clone()
 
 
-def _replace_tensors(model: nn.Module, table: str, convert: Callable[[Tensor], Tensor]) -> None:
-    """Replace the tensors of every module by converted ones; shared tensors stay shared.
+def _replace_tensors(model: nn.Module, table: str, convert: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    """Replace the tensors of every module by converted ones; shared tensors stay shared. Return what puts them back.
 
     Args:
         table: attribute of a module that holds the tensors by name, `_parameters` or `_buffers`.
     """
-    replacements: dict[int, Tensor] = {}
+    replacements, before = dict[int, Tensor](), list[tuple[dict[str, Tensor | None], str, Tensor]]()
     for module in model.modules():
         entries: dict[str, Tensor | None] = getattr(module, table)
         for name, t in entries.items():
@@ -385,3 +388,10 @@ def _replace_tensors(model: nn.Module, table: str, convert: Callable[[Tensor], T
                 if id(t) not in replacements:
                     replacements[id(t)] = convert(t)
                 entries[name] = replacements[id(t)]
+                before.append((entries, name, t))
+
+    def restore() -> None:
+        for entries, name, t in before:
+            entries[name] = t
+
+    return restore

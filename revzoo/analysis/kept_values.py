@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from revzoo.device import has_value
 from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.nested import tensors_in, wraps_tensors
+from revzoo.runtime.operations import describe_operation
 
 
 class KeptValues(TorchDispatchMode):
@@ -31,7 +32,6 @@ class KeptValues(TorchDispatchMode):
         self._data = [(t, t.data) for t in owners]
         self._versions = [(t, t._version) for t in owners if not t.is_inference()]
         self._kept: dict[int, torch.UntypedStorage] = {}
-        self._writes: dict[Any, bool] = {}  # looking into a schema takes as long as a small operation
 
     def restore(self) -> None:
         """Put back what was written to, and the counts of writes: a graph that has saved these tensors is valid again."""
@@ -50,19 +50,11 @@ class KeptValues(TorchDispatchMode):
     ) -> Any:
         if any(map(wraps_tensors, types)):
             return NotImplemented  # the subclass runs first, and its inner operations come here
-        if func not in self._writes:
-            self._writes[func] = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
-        if self._writes[func]:
-            self._keep(func, args, kwargs or {})
+        for t in tensors_in(describe_operation(func).list_written(args, kwargs or {})):
+            key = t.untyped_storage()._cdata if t.layout is torch.strided else 0
+            if key in self._storages and key not in self._kept:
+                self._kept[key] = t.untyped_storage().clone()
         return func(*args, **(kwargs or {}))
-
-    def _keep(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for t in tensors_in(args[place] if place < len(args) else kwargs.get(argument.name)):
-                    key = t.untyped_storage()._cdata if t.layout is torch.strided else 0
-                    if key in self._storages and key not in self._kept:
-                        self._kept[key] = t.untyped_storage().clone()
 
     # `torch.compile` goes on capturing, and flex_attention, which is an operator of a higher order, running.
     @classmethod

@@ -1,6 +1,7 @@
 """Plans for any module, reversible or not: what backward needs is kept within a budget, and made again where it is not.
 
-    expansion -> atoms -> capture           torch.compile's graphs of a forward, in pieces that can run again by themselves
+    compiled_call                           a module's call under torch.compile, of which nothing stays
+    expansion -> atoms -> digest -> capture its graphs, in pieces that can run again by themselves, and what tells graphs apart
     step_record                             one training step in FakeTensors: what it allocates, saves and computes
     span_choices -> equal_spans, nesting    what may be kept, and which pieces are made again together
     remaking                                what several of them make again

@@ -7,7 +7,7 @@ another has returned.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,6 +37,7 @@ _STATISTICS = {
 _ROOT = re.compile(r"^\w\['\w+'\]\.?|\.?__dict__\['_modules'\]")  # how the compiler calls the captured module and its parts
 _INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
 _INPUTS = ("placeholder", "get_attr")
+_NUMBERS = int, float, torch.SymInt, torch.SymFloat, torch.SymBool
 Calls = Sequence[Sequence[tuple[Node, Callable[[Mapping[Node, Any]], Any]]]]  # by atom
 
 
@@ -48,7 +49,8 @@ class Atom:
         nodes: the calls.
         makes: those of them whose results are used by others.
         reads: the nodes outside whose results it uses, inputs of the graph among them, but for `statistics`.
-        statistics: inputs of the graph that it moves and on which its results do not depend.
+        changes: inputs of the graph that it changes.
+        statistics: those of them on which its results do not depend.
         draws: whether it may draw random numbers.
         is_repeatable: whether it may run again: it changes no tensor that it has not made, and no setting, and reads no input
             that the graph changes later.
@@ -57,12 +59,13 @@ class Atom:
     nodes: tuple[Node, ...]
     makes: tuple[Node, ...]
     reads: tuple[Node, ...]
+    changes: tuple[Node, ...]
     statistics: tuple[Node, ...]
     draws: bool
     is_repeatable: bool
 
     @classmethod
-    def of(cls, nodes: Sequence[Node], *, draws: bool, is_repeatable: bool) -> "Atom":
+    def of(cls, nodes: Sequence[Node], *, changes: Sequence[Node], draws: bool, is_repeatable: bool) -> "Atom":
         """Return the atom of these calls, in order."""
         inside = set(nodes)
         makes = tuple(node for node in nodes if any(user not in inside for user in node.users))
@@ -71,7 +74,7 @@ class Atom:
             moved = dict.fromkeys(_list_moved_inputs(node))
             statistics |= moved
             reads |= dict.fromkeys(each for each in node.all_input_nodes if each not in moved and each not in inside)
-        return cls(tuple(nodes), makes, tuple(reads), tuple(statistics), draws, is_repeatable)
+        return cls(tuple(nodes), makes, tuple(reads), tuple(changes), tuple(statistics), draws, is_repeatable)
 
     @property
     def name(self) -> str:
@@ -87,9 +90,19 @@ def name_call(node: Node) -> str:
     return f"{path} ({function})" if path else function
 
 
-def list_placeholders(graph: GraphModule) -> list[Node]:
-    """Return the nodes that stand for inputs and constants of the graph."""
-    return [node for node in graph.graph.nodes if node.op in _INPUTS]
+def find_numbers(graph: Graph) -> set[Node]:
+    """Return the inputs that are numbers, which may be others in the next call, and what follows from them alone.
+
+    The compiler passes a number as a tensor of one element, which stands for nothing else, and reads it in the graph.
+    """
+    numbers = set[Node]()
+    for node in graph.nodes:
+        given, is_number = {*node.all_input_nodes}, isinstance(node.meta.get("example_value"), _NUMBERS)
+        if node.op == "placeholder":
+            is_number |= [user.target for user in node.users] == ["item"]
+        if is_number and given <= numbers and (given or node.op == "placeholder"):
+            numbers.add(node)
+    return numbers
 
 
 def prepare_call(graph: GraphModule, node: Node) -> Callable[[Mapping[Node, Any]], Any]:
@@ -123,6 +136,11 @@ def prepare_call(graph: GraphModule, node: Node) -> Callable[[Mapping[Node, Any]
 def prepare_calls(graph: GraphModule, atoms: Sequence[Atom]) -> Calls:
     """Return what runs the calls of every atom."""
     return [[(node, prepare_call(graph, node)) for node in atom.nodes] for atom in atoms]
+
+
+def list_written(atoms: Sequence[Atom]) -> set[Node]:
+    """Return the inputs of a graph that atoms change."""
+    return {node for atom in atoms for node in atom.changes}
 
 
 def list_dead(atoms: Sequence[Atom]) -> list[list[Node]]:
@@ -187,8 +205,9 @@ def _follow_fake(graph: GraphModule, inputs: Sequence[Any]) -> list["_Call"]:
         fake = t.detach() if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
         return _take_place_of(t, fake)
 
+    fakes = [map_tensors(make_fake, each) for each in inputs]
     with mode:
-        return _follow(graph, [map_tensors(make_fake, each) for each in inputs])
+        return _follow(graph, fakes)
 
 
 def _follow_copies(graph: GraphModule, inputs: Sequence[Any]) -> list["_Call"]:
@@ -209,7 +228,7 @@ def _take_place_of(t: Tensor, copied: Tensor) -> Tensor:
 def _follow(graph: GraphModule, inputs: Sequence[Any]) -> list["_Call"]:
     with torch.set_grad_enabled(torch.is_grad_enabled()):  # the graph may switch it
         follower = _Follower(graph, inputs)
-        return [follower.run(node) for node in graph.graph.nodes if node.op not in (*_INPUTS, "output")]
+        return [follower.run(node) for node in graph.graph.nodes if node not in follower.inputs and node.op != "output"]
 
 
 def _join(calls: Sequence["_Call"], group: list[int], first: int, last: int) -> None:
@@ -246,7 +265,8 @@ def _make_atom(calls: Sequence["_Call"], stale: set[Node]) -> Atom:
     nodes = [call.node for call in calls]
     changes_others = any(call.changes_setting or call.changes_inputs - call.statistics for call in calls)
     is_repeatable = not changes_others and stale.isdisjoint(nodes)
-    return Atom.of(nodes, draws=any(call.draws for call in calls), is_repeatable=is_repeatable)
+    changes = list(dict.fromkeys(node for call in calls for node in call.changes_inputs))
+    return Atom.of(nodes, changes=changes, draws=any(call.draws for call in calls), is_repeatable=is_repeatable)
 
 
 @dataclass(frozen=True)
@@ -277,41 +297,53 @@ class _Follower:
 
     def __init__(self, graph: GraphModule, inputs: Sequence[Any]):
         self._graph = graph
-        self._env: dict[Node, Any] = dict(bind_inputs(graph, inputs))
+        self._env: dict[Node, Any] = prepare_inputs(graph)(inputs)
+        self.inputs = frozenset(self._env)
         self._makers: dict[int, Node] = {}  # by storage: the input or call that has made it
         for node, value in self._env.items():
-            self._makers |= {_key(t): node for t in tensors_in(value)}
+            self._makers |= {read_key(t): node for t in tensors_in(value)}
 
     def run(self, node: Node) -> _Call:
         """Run a call and return what it does."""
         given = [t for each in node.all_input_nodes for t in tensors_in(self._env[each])]
         before = [t._version for t in given]
-        with _Drawing() as drawing:
+        with _Effects() as effects:
             out = self._env[node] = prepare_call(self._graph, node)(self._env)
-        changed = {self._makers[_key(t)] for t, version in zip(given, before, strict=True) if t._version != version}
+        # Kernels on lists of tensors count no versions without values; custom ones may write without saying so.
+        written = effects.written.union(read_key(t) for t, version in zip(given, before, strict=True) if t._version != version)
+        changed = {self._makers[key] for key in written if key in self._makers}
         for t in tensors_in(out):
-            self._makers.setdefault(_key(t), node)
+            self._makers.setdefault(read_key(t), node)
         changed.update(list_statistics(node))
         statistics = frozenset(_list_moved_inputs(node))
-        inputs = frozenset(each for each in changed if each.op in _INPUTS)
         reads = (each for each in node.all_input_nodes if each not in statistics)
-        makers = {self._makers[_key(t)] for each in reads for t in tensors_in(self._env[each])}
+        makers = {self._makers[read_key(t)] for each in reads for t in tensors_in(self._env[each])}
         return _Call(
             node=node,
-            reads_inputs=frozenset(each for each in makers if each.op in _INPUTS),
-            changes=frozenset(changed) - inputs,
-            changes_inputs=inputs,
+            reads_inputs=self.inputs.intersection(makers),
+            changes=frozenset(changed) - self.inputs,
+            changes_inputs=self.inputs.intersection(changed),
             statistics=statistics,
             changes_setting=not changed and not isinstance(out, Tensor | tuple | list | int | float | bool),
-            draws=drawing.has_drawn,
+            draws=effects.has_drawn,
         )
 
 
-def bind_inputs(graph: GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[Node, Any]]:
-    """Yield the inputs and constants of a graph with their values."""
-    given = iter(inputs)
-    for node in list_placeholders(graph):
-        yield node, next(given) if node.op == "placeholder" else get_attribute(graph, str(node.target))
+def prepare_inputs(graph: GraphModule) -> Callable[[Sequence[Any]], dict[Node, Any]]:
+    """Return what gives the inputs and constants of a graph their values, and the numbers that follow from them."""
+    numbers = find_numbers(graph.graph)
+    nodes = [node for node in graph.graph.nodes if node.op in _INPUTS]
+    calls = [(node, prepare_call(graph, node)) for node in graph.graph.nodes if node in numbers and node.op not in _INPUTS]
+
+    def bind(inputs: Sequence[Any]) -> dict[Node, Any]:
+        given, values = iter(inputs), dict[Node, Any]()
+        for node in nodes:
+            values[node] = next(given) if node.op == "placeholder" else get_attribute(graph, str(node.target))
+        for node, call in calls:
+            values[node] = call(values)
+        return values
+
+    return bind
 
 
 def list_statistics(node: Node) -> list[Node]:
@@ -328,20 +360,26 @@ def _list_moved_inputs(node: Node) -> list[Node]:
     return [each for each in list_statistics(node) if each.op in _INPUTS]
 
 
-def _key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
+def read_key(tensor: Tensor) -> int:
+    """Return what tells the memory of living tensors apart."""
+    storage = tensor.untyped_storage()
+    key: int = (0 if isinstance(tensor, FakeTensor) else storage.data_ptr()) or storage._cdata
     return key
 
 
-class _Drawing(TorchDispatchMode):
-    """Notices operations that draw random numbers."""
+class _Effects(TorchDispatchMode):
+    """Notices operations that draw random numbers, and the memory that they say they write to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.has_drawn = False
+        self.written = set[int]()
 
     @leave_uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known, kwargs = describe_operation(func), kwargs or {}
         # A higher-order operation does not show what it calls.
-        self.has_drawn |= isinstance(func, HigherOrderOperator) or describe_operation(func).draws(args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        self.has_drawn |= isinstance(func, HigherOrderOperator) or known.draws(args, kwargs)
+        written = tensors_in(known.list_written(args, kwargs))
+        self.written.update(read_key(t) for t in written if t.layout is torch.strided)
+        return func(*args, **kwargs)

@@ -18,10 +18,12 @@ from revzoo.analysis.dry_run import call, isolated, memory_errors
 from revzoo.analysis.kept_values import leave_kept_values
 from revzoo.device import has_value
 from revzoo.errors import InputError
-from revzoo.graph.atoms import Atom, bind_inputs, list_dead, prepare_calls, split_into_atoms
-from revzoo.graph.capture import GraphCall, capture_calls, compute_digest
+from revzoo.graph.atoms import Atom, list_dead, prepare_calls, prepare_inputs, split_into_atoms
+from revzoo.graph.capture import GraphCall
+from revzoo.graph.compiled_call import CompiledCall
+from revzoo.graph.digest import compute_digest
 from revzoo.graph.recovery import cut
-from revzoo.graph.refusal import explain_failures, require_uncompiled
+from revzoo.graph.refusal import explain_failures, require_plannable
 from revzoo.planning.profiling.clock import Median, combine_spreads, find_median, make_clock, repeat
 from revzoo.runtime.nested import map_tensors, tensors_in
 
@@ -75,9 +77,9 @@ def measure_graphs(module: nn.Module, batch: Any) -> list[tuple[str, CallTimes]]
 
         return run
 
-    require_uncompiled(module)
+    require_plannable(module, batch)
     with memory_errors(), isolated(module, batch) as own_batch, explain_failures(module, own_batch):
-        call(capture_calls(module, time_graph), own_batch)
+        call(CompiledCall(module, time_graph), own_batch)
     return times
 
 
@@ -99,14 +101,14 @@ def assign_times(measured: Sequence[tuple[str, CallTimes]], calls: Sequence[Grap
 def _time_atoms(graph: GraphModule, atoms: Sequence[Atom], inputs: Sequence[Any]) -> tuple[CallTimes, Any]:
     """Return what atoms take, and what the graph returns."""
     clock = make_clock(next((t.device for t in tensors_in(list(inputs))), torch.device("cpu")))
-    program, dead_after = prepare_calls(graph, atoms), list_dead(atoms)
+    bind, program, dead_after = prepare_inputs(graph), prepare_calls(graph, atoms), list_dead(atoms)
     forward: list[list[float]] = [[] for _ in atoms]
     backward: list[list[float]] = [[] for _ in atoms]
     env: dict[Node, Any] = {}
 
     def run() -> list[tuple[Any, ...]]:
         """Run everything once; return when every atom's forward began and ended, and its backward."""
-        env.update((node, map_tensors(cut, value)) for node, value in bind_inputs(graph, inputs))
+        env.update((node, map_tensors(cut, value)) for node, value in bind(inputs).items())
         grad_mode, marks = torch.is_grad_enabled(), []
         for atom, calls, dead in zip(atoms, program, dead_after, strict=True):
             local = {node: env[node] for node in (*atom.reads, *atom.statistics)}

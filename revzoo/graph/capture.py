@@ -5,13 +5,12 @@ chain for example, and begins another after it. What stands between is run as it
 checks its guards at every call, and hands over other graphs where shapes, dtypes or flags are others.
 """
 
-import hashlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any
+from functools import partial
+from typing import Any, cast
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -30,23 +29,22 @@ from revzoo.analysis.dry_run import (
 from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, split_into_atoms
+from revzoo.graph.compiled_call import CompiledCall, Runner
+from revzoo.graph.digest import SharedInputs, compute_digest, find_shared
 from revzoo.graph.expansion import expand_calls
 from revzoo.graph.refusal import (
     describe_backward_hooks,
     explain_failures,
     require_arguments,
-    require_no_nested_tensors,
-    require_no_transforms,
+    require_followable,
+    require_plannable,
     require_results,
-    require_uncompiled,
 )
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import RandomState, find_generators
 
-Runner = Callable[..., Any]
 RunGraph = Callable[[int, Sequence[Any]], Any]
-_MOST_GRAPHS = 1024  # of one piece of code, such as the forward of a class that is not captured in one graph with its caller's
 _COMPUTED = (
     "It reads the values of tensors, or has sparse ones, so that planning had to compute training steps on the module's device."
 )
@@ -60,6 +58,7 @@ class GraphCall:
         graph: of torch calls; parameters and buffers are inputs. No other call has the same nodes.
         atoms: of the graph.
         digest: of the graph and its inputs.
+        shared: which inputs lie in one memory, where the graph writes to some of them.
         first: number of its first atom. Atoms are counted through the whole forward; what runs before each graph counts as
             one, and so does what runs after the last.
     """
@@ -67,6 +66,7 @@ class GraphCall:
     graph: GraphModule
     atoms: Sequence[Atom]
     digest: str
+    shared: SharedInputs
     first: int
 
     @property
@@ -92,10 +92,18 @@ class Capture:
         self._position = 0
         self._random = RandomState(find_generators({t.device for t in self.tensors})), mark_python_streams()
         self._run_graph: RunGraph = self._note_and_run
-        self._runner = capture_calls(module, self._take)
-        with LiveBytesOfReplacedCalls() as self._made:  # in the first run
+        self._runner = CompiledCall(module, partial(Capture._take, cast(Capture, proxy(self))))
+        self._made = LiveBytesOfReplacedCalls()  # in the first run
+
+    def begin(self) -> None:
+        """Run the forward for the first time, and note its graphs."""
+        with self._made:
             self._made.watch(self.tensors)
-            require_results(module, self.run(self._note_and_run))
+            require_results(self.module, self.run(self._note_and_run))
+
+    def close(self) -> None:
+        """Free what was captured."""
+        self._runner.forget()
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -128,8 +136,8 @@ class Capture:
 
     def run_step(
         self, forward: Callable[[], Any], loss: LossFunction | None, end_forward: Callable[[], object] = lambda: None
-    ) -> None:
-        """Run forward, loss and backward.
+    ) -> Tensor:
+        """Run forward, loss and backward, and return the loss, which training loops hold as well.
 
         Args:
             forward: returns what the module returns.
@@ -142,6 +150,7 @@ class Capture:
         del outputs
         with leave_autocast():
             total.backward()
+        return total
 
     def _run(self, runner: Callable[..., Any]) -> Any:
         for each in self.tensors:
@@ -187,13 +196,13 @@ class Capture:
 
     def _note_and_run(self, at: int, given: Sequence[Any]) -> Any:
         graph = self._graphs[at]
-        require_no_transforms(self.module, graph)
-        require_no_nested_tensors(self.module, graph)
+        require_followable(self.module, graph)
         if any(graph is each for each in self._graphs[:at]):
             graph = _copy(graph)
         atoms = split_into_atoms(graph, given)
         first = self.calls[-1].numbers.stop + 1 if self.calls else 1
-        self.calls.append(GraphCall(graph, atoms, compute_digest(graph, given), first))
+        shared = find_shared(graph.graph.find_nodes(op="placeholder"), given, atoms)
+        self.calls.append(GraphCall(graph, atoms, compute_digest(graph, given), shared, first))
         return graph.forward(*given)
 
     def _differs(self) -> InputError:
@@ -222,13 +231,12 @@ def capture(module: nn.Module, batch: Any, *, with_values: bool = False) -> Iter
             operations from call to call, or needs values that there are not.
     """
     require_module(module)
-    require_uncompiled(module)
+    require_plannable(module, batch)
     tensors = [*module.parameters(), *module.buffers(), *tensors_in(batch)]
     if not with_values and all(t.layout is torch.strided for t in tensors):  # the size of others depends on values
-        with isolated(module, batch, fake=True) as fake_batch:
+        with isolated(module, batch, fake=True) as fake_batch, closing(Capture(module, fake_batch)) as captured:
             require_arguments(module, batch)
-            captured = _try_without_values(module, fake_batch)
-            if captured is not None:
+            if _begin_without_values(captured):
                 yield captured
                 return
     if not all(map(has_value, [*module.parameters(), *tensors_in(batch)])):
@@ -236,20 +244,21 @@ def capture(module: nn.Module, batch: Any, *, with_values: bool = False) -> Iter
             f"A step of {type(module).__name__} cannot run without values: it reads the values of tensors, and may decide by "
             "them what to compute, or has sparse ones. Give module and batch values, or plan a submodule that needs none."
         )
-    with isolated(module, batch) as own_batch:
+    with isolated(module, batch) as own_batch, closing(Capture(module, own_batch, [_COMPUTED])) as captured:
         require_arguments(module, batch)
         with explain_failures(module, own_batch):
-            captured = Capture(module, own_batch, [_COMPUTED])
+            captured.begin()
         yield captured
 
 
-def _try_without_values(module: nn.Module, batch: Any) -> Capture | None:
+def _begin_without_values(captured: Capture) -> bool:
     try:
-        return Capture(module, batch)
+        captured.begin()
     except InputError:
         raise
     except Exception:  # many kinds are possible; if it is a real mistake, the run with values raises it again
-        return None
+        return False
+    return True
 
 
 def _copy(graph: GraphModule) -> GraphModule:
@@ -258,50 +267,3 @@ def _copy(graph: GraphModule) -> GraphModule:
     output = copied.graph_copy(graph.graph, {})
     copied.output(output)
     return GraphModule(graph, copied)
-
-
-def capture_calls(module: nn.Module, backend: Callable[[GraphModule, Sequence[Any]], Runner]) -> Runner:
-    """Return a function that calls the module under `torch.compile`. The module stays as it is.
-
-    Args:
-        module: the module.
-        backend: gets each captured graph with its inputs, and returns the function that runs it.
-    """
-
-    def call_module(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
-
-    # The compiler counts captures by code object and gives up after a few, so every module gets one of its own.
-    fresh = FunctionType(call_module.__code__.replace(), globals(), "call_module", closure=call_module.__closure__)
-    runner: Runner = torch.compile(fresh, backend=backend, dynamic=False)
-    patched: Runner = torch._dynamo.config.patch(
-        allow_rnn=True,  # as a call of the graph
-        optimize_ddp=False,  # under DistributedDataParallel the compiler would cut the graph at its buckets
-        skip_nnmodule_hook_guards=False,  # hooks may come and go
-        recompile_limit=_MOST_GRAPHS,
-        accumulated_recompile_limit=_MOST_GRAPHS,
-    )(runner)
-    has_captured = False
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal has_captured
-        if has_captured:
-            return patched(*args, **kwargs)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the compiler asks for it
-            results = patched(*args, **kwargs)
-        has_captured = True
-        return results
-
-    return run
-
-
-def compute_digest(graph: GraphModule, inputs: Sequence[Any]) -> str:
-    """Return a hash of a graph's calls with their arguments, and of its inputs' shapes, dtypes and need of gradients."""
-    calls = [(node.op, node.name, _describe(node.target), repr(node.args), repr(node.kwargs)) for node in graph.graph.nodes]
-    given = [(tuple(t.shape), str(t.dtype), t.requires_grad) if isinstance(t, Tensor) else repr(t) for t in inputs]
-    return hashlib.sha256(repr((calls, given)).encode()).hexdigest()
-
-
-def _describe(target: Any) -> str:
-    return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__name__)

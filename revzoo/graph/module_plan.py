@@ -7,33 +7,40 @@ module that matches the planned one runs as planned; any other call stores every
 import gc
 import itertools
 import json
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from threading import local
-from typing import Any
+from typing import Any, cast
+from weakref import proxy
 
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.analysis.chains import find_block_chains, find_chains
+from revzoo.analysis.dry_run import require_module
 from revzoo.errors import PlanError
 from revzoo.format import format_bytes, format_seconds, format_spread
-from revzoo.graph.atoms import Atom, split_into_atoms
-from revzoo.graph.capture import Runner, capture_calls, compute_digest
+from revzoo.graph.atoms import Atom, list_written, read_key, split_into_atoms
+from revzoo.graph.capture import GraphCall
+from revzoo.graph.compiled_call import CompiledCall, Runner
+from revzoo.graph.digest import SharedInputs, compute_digest, find_shared, name_nodes
 from revzoo.graph.expansion import expand_calls
-from revzoo.graph.refusal import describe_backward_hooks, describe_modes
+from revzoo.graph.refusal import describe_backward_hooks, describe_modes, require_uncompiled
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Nest, Spans
 from revzoo.planning.setting import Setting, list_shapes, read_setting
 from revzoo.runtime.mode import Mode
+from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.replaced_call import replace_call, restore_call
-from revzoo.runtime.transforms import must_store
+from revzoo.runtime.transforms import must_store, warn_user
 from revzoo.sharded import is_sharded
+
+_MOST_VARIANTS = 8  # of what the compiler has made of one module; after these it begins again
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ class GraphPlan:
         atoms: names of the calls of every atom.
         drawing: numbers of the atoms that may draw random numbers.
         fixed: numbers of the atoms that may not run again.
+        written: names of the inputs that these change.
+        shared: names of inputs that lie in one memory, where the graph writes to some of them.
         ends: of the spans, as numbers of atoms; none where everything is stored.
         kept: names of the calls whose results are kept.
         kept_inside: numbers of the atoms that also keep whatever else autograd saves in them, such as masks.
@@ -60,45 +69,51 @@ class GraphPlan:
     kept: tuple[str, ...]
     kept_inside: tuple[int, ...]
     nests: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
+    written: tuple[str, ...] = ()
+    shared: SharedInputs = ()
 
     @classmethod
-    def of(cls, digest: str, spans: Spans) -> "GraphPlan":
+    def of(cls, call: GraphCall, spans: Spans) -> "GraphPlan":
         """Return the plan that these spans of a graph are."""
+        names = name_nodes(call.graph.graph)
         return cls(
-            digest=digest,
-            atoms=tuple(map(_list_names, spans.atoms)),
+            digest=call.digest,
+            atoms=tuple(_list_names(atom, names) for atom in spans.atoms),
             drawing=tuple(i for i, atom in enumerate(spans.atoms) if atom.draws),
             fixed=tuple(i for i, atom in enumerate(spans.atoms) if not atom.is_repeatable),
             ends=tuple(spans.ends),
-            kept=tuple(sorted(node.name for node in spans.kept)),
+            kept=tuple(sorted(names[node] for node in spans.kept)),
             kept_inside=tuple(sorted(spans.kept_inside)),
-            nests=tuple((nest.first, nest.end, tuple(sorted(node.name for node in nest.handed))) for nest in spans.nests),
+            nests=tuple((nest.first, nest.end, tuple(sorted(names[node] for node in nest.handed))) for nest in spans.nests),
+            written=tuple(sorted(names[node] for node in list_written(spans.atoms))),
+            shared=call.shared,
         )
 
     def bind(self, graph: GraphModule) -> Spans:
         """Return the spans of a graph with the same digest."""
-        nodes: dict[str, Node] = {node.name: node for node in graph.graph.nodes}
-        atoms = [
-            Atom.of([nodes[name] for name in names], draws=i in self.drawing, is_repeatable=i not in self.fixed)
-            for i, names in enumerate(self.atoms)
-        ]
+        nodes = {name: node for node, name in name_nodes(graph.graph).items()}
+        written = [nodes[name] for name in self.written]
+        atoms = []
+        for i, names in enumerate(self.atoms):
+            is_fixed, own = i in self.fixed, [nodes[name] for name in names]
+            atoms.append(Atom.of(own, changes=written if is_fixed else (), draws=i in self.drawing, is_repeatable=not is_fixed))
         nests = [Nest(first, end, frozenset(nodes[name] for name in handed)) for first, end, handed in self.nests]
         kept = frozenset(nodes[name] for name in self.kept)
         return Spans(atoms, self.ends, kept, frozenset(self.kept_inside), nests)
 
-    def carry_over(self, atoms: Sequence[Atom]) -> Spans | None:
+    def carry_over(self, atoms: Sequence[Atom], names: Mapping[Node, str]) -> Spans | None:
         """Return spans of another graph, cut and kept where its calls have the same names; None if most have others.
 
         Its gradients are the same however it is cut. Its peak is near that of the plan, since both have most calls in common.
         """
         own = set(self.atoms)
-        place = {names: i for i, names in enumerate(map(_list_names, atoms)) if names in own}
+        place = {each: i for i, atom in enumerate(atoms) if (each := _list_names(atom, names)) in own}
         if not self.ends or 2 * len(place) < len(atoms):
             return None
-        before = (next((names for names in reversed(self.atoms[:end]) if names in place), None) for end in self.ends)
-        ends = {place[names] + 1 for names in before if names is not None}
-        kept = {node for atom in atoms for node in atom.makes if node.name in self.kept or not atom.is_repeatable}
-        inside = {place[names] for i in self.kept_inside if (names := self.atoms[i]) in place}
+        before = (next((each for each in reversed(self.atoms[:end]) if each in place), None) for end in self.ends)
+        ends = {place[each] + 1 for each in before if each is not None}
+        kept = {node for atom in atoms for node in atom.makes if names[node] in self.kept or not atom.is_repeatable}
+        inside = {place[each] for i in self.kept_inside if (each := self.atoms[i]) in place}
         return Spans(atoms, sorted({*ends, len(atoms)}), frozenset(kept), frozenset(inside))
 
 
@@ -147,8 +162,11 @@ class ModulePlan:
             module: the one planned for, or an equal one.
             batch: where given, it must have the shapes and dtypes of the one planned for.
         Raises:
+            InputError: it is compiled.
             PlanError: module, dtype, device, training mode or batch differ from those planned for; names what differs.
         """
+        require_module(module)
+        require_uncompiled(module, may_have_plan=True)
         self.setting.require_same(read_setting(module, batch))
         planned = _PlannedCall(module, self.graphs, self.setting)
         restore_call(module)
@@ -169,6 +187,8 @@ class ModulePlan:
         """
         try:
             fields = {key: _freeze(value) for key, value in json.loads(Path(path).read_text(encoding="utf-8")).items()}
+            if "units" in fields:
+                raise ValueError("it is that of a model of the zoo or a chain, which revzoo.Plan.load reads")
             fields["graphs"] = tuple(GraphPlan(**each) for each in fields["graphs"])
             fields["schedules"] = tuple((name, tuple(map(Mode, modes))) for name, modes in fields["schedules"])
             return cls(**fields | {"setting": Setting(**fields["setting"])})
@@ -209,7 +229,10 @@ def release(module: nn.Module) -> None:
 
     Args:
         module: any.
+    Raises:
+        InputError: no module.
     """
+    require_module(module)
     restore_call(module)
     for chain in find_block_chains(module).values():
         chain.end_plan()
@@ -235,9 +258,12 @@ class _PlannedCall:
 
     def __init__(self, module: nn.Module, plans: Sequence[GraphPlan], setting: Setting):
         self._module, self._plans, self._setting = module, plans, setting
-        self._captured = capture_calls(module, self._take)
+        self._captured = CompiledCall(
+            module, partial(_PlannedCall._take, cast(_PlannedCall, proxy(self))), follows_numbers=True
+        )
         self._thread = local()
-        self._has_warned = False
+        self._num_variants, self._drops_numbers = 0, False
+        self._warned = set[str]()  # of what
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, setting = self._module, self._setting
@@ -250,16 +276,42 @@ class _PlannedCall:
                 # Otherwise it leaves out an argument, or adds a number, as Transformers' Trainer does.
                 return module._call_impl(*args, **kwargs)
         self._thread.position, self._thread.has_compiled = 0, False
-        results = self._captured(*args, **kwargs)
+        try:
+            results = self._captured(*args, **kwargs)
+        except TorchDynamoException:
+            if self._thread.position or not self._captured.has_numbers:
+                raise
+            self._captured.backend.numbers = None  # something takes no number that is an input
+            self._captured.forget()
+            results = self._captured(*args, **kwargs)
         if self._thread.has_compiled:
-            gc.collect()
+            self._free_frames()
+            self._note_variant()
         if not self._thread.position and self._plans and not must_store():
             self._warn_of_nothing()
         return results
 
-    def _take(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
+    def _free_frames(self) -> None:
+        """Free what the compiler raised where it ended a graph: that holds frames, and these hold tensors."""
+        if len(self._plans) != 1:
+            gc.collect()
+
+    def _note_variant(self) -> None:
+        """Note that the module was compiled anew, and begin again where that has happened too often."""
+        self._num_variants += 1
+        if self._num_variants > _MOST_VARIANTS:
+            self._warn(
+                "variants",
+                f"{self._setting.model} is compiled anew again and again, which takes longer than a step: "
+                f"{self._captured.backend.reason} is not so any more. Change it less often, make a number a buffer, "
+                "or call revzoo.release(module).",
+            )
+        if self._num_variants > _MOST_VARIANTS or self._drops_numbers:
+            self._captured.forget()
+            self._num_variants, self._drops_numbers = 0, False
+
+    def _take(self, graph: GraphModule, _: Sequence[Any]) -> Runner:
         expand_calls(graph)
-        digest = compute_digest(graph, inputs)
         programs: dict[int, Runner] = {}
 
         def run(*given: Any) -> Any:
@@ -267,56 +319,66 @@ class _PlannedCall:
             self._thread.position = at + 1
             program = programs.get(at)
             if program is None:
-                program = programs[at] = self._choose(graph, digest, at, given)
                 self._thread.has_compiled = True
-                gc.collect()  # what the compiler raised where it ended a graph holds frames, and these hold tensors
+                self._free_frames()
+            if program is None or (isinstance(program, SpannedGraph) and not program.fits(given)):
+                program = programs[at] = self._choose(graph, at, given)
             return program(*given)
 
         return run
 
-    def _choose(self, graph: GraphModule, digest: str, at: int, inputs: Sequence[Any]) -> Runner:
+    def _choose(self, graph: GraphModule, at: int, inputs: Sequence[Any]) -> Runner:
         """Return what runs a graph as planned. Where a forward leaves out calls, it is the next plan of an equal graph."""
+        digest, placeholders = compute_digest(graph, inputs), graph.graph.find_nodes(op="placeholder")
         equal = [place for place, plan in enumerate(self._plans) if plan.digest == digest]
-        place = next((place for place in equal if place >= at), equal[-1] if equal else None)
-        if place != at and torch.is_grad_enabled():
+        for place in (*(place for place in equal if place >= at), *reversed(equal)):
+            plan = self._plans[place]
+            spans = plan.bind(graph)
+            if find_shared(placeholders, inputs, spans.atoms) == plan.shared:
+                if place != at and torch.is_grad_enabled():
+                    self._warn_of_difference()
+                return SpannedGraph(graph, spans) if plan.ends else graph.forward
+        if self._captured.has_numbers:  # they are part of it; the next call has constants
+            self._captured.backend.numbers = None
+            self._drops_numbers = True
+        elif torch.is_grad_enabled():
             self._warn_of_difference()
-        if place is not None:
-            spans = self._plans[place].bind(graph) if self._plans[place].ends else None
-        else:
-            with _disable_current_modes():  # one that counts what the step allocates would count this, too
-                atoms = split_into_atoms(graph, inputs)
-            names = set(map(_list_names, atoms))
-            similar = max(self._plans, key=lambda plan: len(names.intersection(plan.atoms)), default=None)
-            if similar is None or any(map(is_sharded, self._module.parameters())):  # what gathers them is freed after forward
-                return graph.forward
-            spans = similar.carry_over(atoms)
-        return graph.forward if spans is None else SpannedGraph(graph, spans)
+        with _disable_current_modes():  # one that counts what the step allocates would count this, too
+            atoms = split_into_atoms(graph, inputs)
+        names = name_nodes(graph.graph)
+        own = {_list_names(atom, names) for atom in atoms}
+        similar = max(self._plans, key=lambda plan: len(own.intersection(plan.atoms)), default=None)
+        tensors = [*tensors_in(list(inputs))]
+        hides_memory = len({read_key(t) for t in tensors}) < len({t.untyped_storage()._cdata for t in tensors})  # NumPy's, say
+        # What gathers divided parameters is freed after forward.
+        if similar is None or hides_memory or any(map(is_sharded, self._module.parameters())):
+            return graph.forward
+        carried = similar.carry_over(atoms, names)
+        return graph.forward if carried is None else SpannedGraph(graph, carried)
 
     def _warn_of_difference(self, received: str = "") -> None:
         self._warn(
+            "difference",
             f"A call of {self._setting.model} differs from the one that was planned (batch of "
             f"{', '.join(self._setting.batch)}{received}), so it stores what is not in the plan, and its peak is another. Plan "
             "again for this batch, or drop the last incomplete batch. With the planned batch, the module, its hooks or what "
             "requires a gradient have changed since: plan again. Or its forward has taken another branch: plan a part that "
-            "does not."
+            "does not.",
         )
 
     def _warn_of_nothing(self) -> None:
         off = "torch.compile is off: see TORCH_COMPILE_DISABLE, torch._dynamo.config.disable, torch.compiler.set_stance."
         why = next(itertools.chain(describe_modes(), describe_backward_hooks(self._module)), off)
-        self._warn(f"The plan of {self._setting.model} steps aside, and this call stores everything. {why}")
+        self._warn("nothing", f"The plan of {self._setting.model} steps aside, and this call stores everything. {why}")
 
-    def _warn(self, message: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            level, frame = 4, sys._getframe()  # of who calls the module, three above this object's call
-            while frame.f_back is not None and frame.f_code is not _PlannedCall.__call__.__code__:
-                level, frame = level + 1, frame.f_back
-            warnings.warn(message, stacklevel=level)
+    def _warn(self, cause: str, message: str) -> None:
+        if cause not in self._warned:
+            self._warned.add(cause)
+            warn_user(message)
 
 
-def _list_names(atom: Atom) -> tuple[str, ...]:
-    return tuple(node.name for node in atom.nodes)
+def _list_names(atom: Atom, names: Mapping[Node, str]) -> tuple[str, ...]:
+    return tuple(names[node] for node in atom.nodes)
 
 
 def _freeze(value: Any) -> Any:

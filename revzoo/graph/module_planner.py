@@ -29,10 +29,12 @@ from revzoo.graph.spans import Spans
 from revzoo.graph.step_record import Record, record
 from revzoo.planning.budget import count_model_bytes, parse_budget
 from revzoo.planning.setting import Setting, read_setting
+from revzoo.runtime.attributes import preserve_generators
 from revzoo.runtime.mode import Mode
 
 Schedules = Mapping[str, list[Mode]]
 _POINTS = 32  # of a front that is shown: enough for a smooth curve
+_FEW = 8  # of the smallest plans, counted if more is counted than was predicted
 
 
 def plan_module(
@@ -69,7 +71,7 @@ def plan_module(
     base: Record | None = None
     plans: list[tuple[ModulePlan, PlanDetails]] = []
     refusals: list[tuple[int, BudgetError]] = []
-    with preserve_schedules(module):
+    with preserve_schedules(module), preserve_generators():
         for schedules in _list_schedules(module):
             set_schedules(module, schedules)
             report("planning: capturing the graph")
@@ -204,7 +206,8 @@ class _Planner:
                 return None
             spans = self.front.make_spans(self.front.choose_least(most_flops))
             counted = count_step(self.captured, spans, self.loss)
-            return self._make_plan(spans, counted, self._add_optimizer(counted.peak_bytes))
+            peak = self._add_optimizer(counted.peak_bytes)
+            return self.plan(self.stored_peak) if self.stored_peak < peak else self._make_plan(spans, counted, peak)
         if self.stored_peak > budget:
             return self._make_plan(*self._fit(budget), budget)
         atoms = self.step.atoms
@@ -231,9 +234,21 @@ class _Planner:
         nanoseconds = None if self.times is None else self.times.in_nanoseconds()[0]
         return find_front(self.step, nanoseconds=nanoseconds, report=self.report)
 
+    @cached_property
+    def least(self) -> tuple[Spans, SpannedStep]:
+        """The plan whose step is counted the smallest, of the few that are predicted to be, and its step."""
+        found: list[tuple[Spans, SpannedStep]] = []
+        for predicted, _ in self.front.list_points()[:_FEW]:
+            if found and predicted >= min(counted.peak_bytes for _, counted in found):
+                break
+            spans = self.front.make_spans(self.front.choose(predicted) or ())
+            self.report("planning: counting a step")
+            found.append((spans, count_step(self.captured, spans, self.loss)))
+        return min(found, key=lambda each: each[1].peak_bytes)
+
     @property
     def least_peak(self) -> int:
-        return self._add_optimizer(self.front.list_points()[0][0])
+        return min(self._add_optimizer(self.least[1].peak_bytes), self.stored_peak)
 
     def _list_front(self) -> list[FrontPoint]:
         peaks = [peak for peak, _ in self.front.list_points()]
@@ -252,8 +267,7 @@ class _Planner:
 
     def _add_optimizer(self, peak: int) -> int:
         """Return the peak of the step with the optimizer, given that of forward and backward."""
-        left = self.step.fixed_bytes + self.step.gradient_bytes[-1]
-        return max(peak, left + self.optimizer.update) + self.optimizer.state
+        return max(peak, self.step.left_bytes + self.optimizer.update) + self.optimizer.state
 
     def _fit(self, budget: int) -> tuple[Spans, SpannedStep]:
         """Return the spans with the least work whose counted peak is within the budget, and their step.
@@ -261,21 +275,20 @@ class _Planner:
         A count may be above what was predicted, so the smallest plan is counted, too, before a budget is refused.
         """
         predicted = [peak for peak, _ in self.front.list_points()]
-        above = list[int]()  # counted peaks
         room = budget - self.optimizer.state if self._add_optimizer(0) <= budget else 0
-        number = bisect_right(predicted, room) or 1
-        while number:
+        number = bisect_right(predicted, room)
+        while number > 1:
             spans = self.front.make_spans(self.front.choose(predicted[number - 1]) or ())
             self.report("planning: counting a step")
             counted = count_step(self.captured, spans, self.loss)
             peak = self._add_optimizer(counted.peak_bytes)
             if peak <= budget:
                 return spans, counted
-            above.append(peak)
-            room = predicted[number - 1] - (peak - budget)
-            number = 0 if number == 1 else bisect_right(predicted, room) or 1
+            number = bisect_right(predicted, predicted[number - 1] - (peak - budget))
+        if self._add_optimizer(self.least[1].peak_bytes) <= budget:
+            return self.least
         fixed = format_bytes(self.step.fixed_bytes + self.optimizer.state)
-        least = min(above)
+        least = self.least_peak
         where, remedy = self.front.name_bottleneck(), "Try a smaller batch, autocast, or an optimizer of less state."
         if least == self._add_optimizer(0):
             where, remedy = "at the optimizer's update", "Try foreach=False, or an optimizer of less state."
@@ -294,7 +307,7 @@ class _Planner:
             stored_seconds, spread = self.times.step
             seconds = stored_seconds + sum(self.times.forward[i].seconds for i in counted.reruns)
         plan = ModulePlan(
-            graphs=tuple(GraphPlan.of(each.digest, spans.take(each.numbers)) for each in self.captured.calls),
+            graphs=tuple(GraphPlan.of(each, spans.take(each.numbers)) for each in self.captured.calls),
             schedules=tuple((path, tuple(modes)) for path, modes in self.schedules.items()),
             peak_bytes=peak,
             budget_bytes=budget,

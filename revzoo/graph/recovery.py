@@ -9,6 +9,7 @@ tensors that the recovery starts from. So everything is freed with autograd's gr
 """
 
 from collections.abc import Mapping, Sequence
+from ctypes import string_at
 from dataclasses import dataclass, field
 from itertools import groupby
 from threading import RLock
@@ -23,7 +24,7 @@ from revzoo.errors import RecoveryError
 from revzoo.graph.atoms import Atom, Calls, name_call
 from revzoo.graph.spans import SpanRecovery
 from revzoo.runtime.compiling import exclude_from_compilation
-from revzoo.runtime.fingerprint import Fingerprint
+from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
 from revzoo.runtime.nested import map_tensors
 from revzoo.runtime.random_state import RandomState
 from revzoo.runtime.refill_hooks import detach
@@ -32,7 +33,12 @@ from revzoo.runtime.settings import Settings
 from revzoo.runtime.tripwire import Watch
 
 Geometry = tuple[Sequence[int], Sequence[int], int | torch.SymInt]  # size, strides, offset in the storage
-_LARGEST_DIFFERENCE = 1e-2
+_END_BYTES = 64
+_DIFFERENCE = (
+    "{} ran differently the second time: what autograd saves in it differs from forward. Have it depend on its inputs, "
+    "parameters and torch's random streams alone, not on Python's random, a generator of its own or memory that is read before "
+    "it is written (new_empty), or call revzoo.release(module)."
+)
 
 
 class Observer:
@@ -48,23 +54,61 @@ class Observer:
 
 
 class Kept:
-    """A tensor kept for backward, detached so that it holds no graph, with a check that nobody changes it in place."""
+    """A tensor kept for backward, detached so that it holds no graph, with a check that nobody changes it.
 
-    __slots__ = ("__weakref__", "_tensor", "_version", "requires_grad")
+    Args:
+        tensor: the tensor.
+        version: how often it had been changed when backward's value was there; None: as often as now.
+    """
 
-    def __init__(self, tensor: Tensor):
+    __slots__ = ("__weakref__", "_ends", "_fingerprint", "_tensor", "_version", "requires_grad")
+
+    def __init__(self, tensor: Tensor, version: int | None = None):
         self._tensor = detach(tensor)
-        self._version = tensor._version
+        self._version = tensor._version if version is None else version
+        self._ends: bytes | None = None
+        self._fingerprint: Fingerprint | None = None
         self.requires_grad = tensor.requires_grad
+
+    def mark(self, *, in_full: bool) -> None:
+        """Note what shows changes that autograd does not count, as those through `.data`: first and last bytes, or all bits."""
+        self._ends = _read_ends(self._tensor)
+        if in_full:
+            self._fingerprint = take_fingerprint(self._tensor, bits=True)
 
     def get(self) -> Tensor:
         if self._tensor._version != self._version:
             raise RecoveryError(
-                f"A tensor {tuple(self._tensor.shape)} that backward needs was modified in place after forward: an input or "
-                "output of the planned module, or a parameter (optimizer.step before backward). Replace the in-place operation "
-                "(x += y, relu_) by x = x + y, or call revzoo.release(module)."
+                f"A tensor {tuple(self._tensor.shape)} that backward needs was modified in place after forward, or in forward "
+                "where the plan does not know it: an input or output of the planned module, or a parameter (optimizer.step "
+                "before backward). Replace the in-place operation (x += y, relu_) by x = x + y, or call revzoo.release(module)."
             )
         return self._tensor
+
+    def get_start(self, node: Node) -> Tensor:
+        """Return what a recovery starts from, the value of a node, compared with what was noted."""
+        tensor = self.get()
+        if self._ends is not None and self._ends != _read_ends(tensor):
+            raise RecoveryError(_describe_change(node, tensor))
+        if self._fingerprint is not None:
+            Watch(_describe_change(node, tensor)).compare(node.name, self._fingerprint, tensor, 0.0, of_state=False)
+        return tensor
+
+
+def _read_ends(tensor: Tensor) -> bytes | None:
+    """Return the first and last bytes of a tensor in the memory of the host."""
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or not (size := tensor.nbytes) or not tensor.is_contiguous():
+        return None
+    address, length = tensor.data_ptr(), min(size, _END_BYTES)
+    return string_at(address, length) + string_at(address + size - length, length) if address else None
+
+
+def _describe_change(node: Node, tensor: Tensor) -> str:
+    return (
+        f"A tensor {tuple(tensor.shape)} that backward needs ({name_call(node)}) was changed after forward where autograd does "
+        "not see it, through .data, NumPy or another library. Change inputs, parameters and outputs of the planned module "
+        "before its forward or after its backward, or call revzoo.release(module)."
+    )
 
 
 class Slot:
@@ -75,12 +119,14 @@ class Slot:
         source: the node whose result it is, or lies in; None for an input of the graph, or what the atom saves besides.
         is_small: whether it is so much smaller than what the atom reads and makes that it is kept, unless the atom runs again.
         tensor: until the atom has ended.
+        writes: how often it had been changed when it was saved.
     """
 
-    __slots__ = ("__weakref__", "atom", "geometry", "holder", "is_small", "kept", "place", "record", "source", "tensor")
+    __slots__ = "__weakref__", "atom", "geometry", "holder", "is_small", "kept", "place", "record", "source", "tensor", "writes"
 
     def __init__(self, tensor: Tensor, record: "SpanRecord", atom: int, place: int):
         self.tensor: Tensor | None = tensor
+        self.writes = 0 if tensor.is_inference() else tensor._version
         self.record: SpanRecord | None = record
         self.atom = atom
         self.place = place  # among what is saved in the atom
@@ -92,7 +138,7 @@ class Slot:
 
     def keep(self, holder: Any = None) -> None:
         assert self.tensor is not None
-        self.kept, self.tensor, self.record, self.holder = Kept(self.tensor), None, None, holder
+        self.kept, self.tensor, self.record, self.holder = Kept(self.tensor, self.writes), None, None, holder
 
     def drop(self, record: "SpanRecord") -> None:
         """Leave what was kept to the recovery of a span."""
@@ -109,7 +155,7 @@ class SpanRecord:
         self.held_by_slots: set[Node] = set()
         self.slots: list[tuple[int, int, Node | None, Any]] = []  # atom, place, source, geometry of every dropped slot
         self.refilled: dict[tuple[int, int], tuple[Tensor, int]] = {}
-        self.fingerprint: tuple[tuple[int, int], Fingerprint] | None = None
+        self.fingerprint: tuple[tuple[int, int], Fingerprint, float] | None = None  # the last is by how much it may differ
         self.latest: Slot | None = None
         self.shared = shared
         self.nest: SpanRecord | None = None  # in which the span lies
@@ -295,11 +341,11 @@ class _Recovery:
         """Compare the tensor that was saved last with that of the first run."""
         if self._record.fingerprint is None:
             return
-        key, expected = self._record.fingerprint
+        key, expected, tolerance = self._record.fingerprint
         tensor, _ = self._record.refilled.get(key, (None, 0))
         if tensor is not None:
             name = self._shared.atoms[key[0]].name
-            Watch().compare(name, expected, tensor, _LARGEST_DIFFERENCE, of_state=False)
+            Watch(_DIFFERENCE.format(name)).compare(name, expected, tensor, tolerance, of_state=False)
             if self._shared.round is not None:
                 self._shared.round.note_compared()
 
@@ -336,7 +382,7 @@ def _restore(node: Node, kept: Any) -> Any:
                 )
         if not isinstance(each, Kept):
             return each
-        tensor = each.get()
+        tensor = each.get_start(node)
         return tensor.detach().requires_grad_(each.requires_grad) if each.requires_grad else tensor
 
     if isinstance(kept, list | tuple):

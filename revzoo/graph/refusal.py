@@ -23,23 +23,46 @@ from revzoo.graph.atoms import name_call
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.replaced_call import is_replaced
 
+_OPERATOR = re.compile(r"HigherOrderOperator (\w+)")
 _REASON = re.compile(r"got \w+\(['\"](.*)['\"]\)")  # of a failure, in the compiler's words
 
 
-def require_uncompiled(module: nn.Module) -> None:
-    """Raise InputError if the module or a part of it is compiled, runs with a plan, or has blocks that were made reversible."""
+def require_plannable(module: nn.Module, batch: Any) -> None:
+    """Raise InputError if the module or a part of it is compiled, runs with a plan, or has blocks that were made reversible.
+
+    Also if nothing can be differentiated: in inference mode, or with tensors that were made there.
+    """
     if path := next(iter(find_block_chains(module)), None):
         raise InputError(
             f"The blocks of {path} were made reversible by reversible_: what is planned are their modes, with "
             "revzoo.plan(module, batch, budget). For a plan of its graph make it ordinary again: revzoo.ordinary_(module)."
         )
+    require_uncompiled(module)
+    tensors = [*module.parameters(), *module.buffers(), *tensors_in(batch)]
+    if torch.is_inference_mode_enabled() or any(t.is_inference() for t in tensors):
+        raise InputError(
+            "Nothing is differentiated in torch.inference_mode(), so that there is nothing to plan. Received: a call inside of "
+            "it, or tensors that were made there. Leave it, and clone such tensors: t.clone()."
+        )
+
+
+def require_uncompiled(module: nn.Module, may_have_plan: bool = False) -> None:
+    """Raise InputError if the module or a part of it is compiled, by torch.compile or torch.jit, or has a plan.
+
+    Args:
+        module: the module.
+        may_have_plan: whether it may have one itself.
+    """
     for name, each in module.named_modules():
         if is_replaced(each):
             path = f"module.{name}" if name else "module"
-            raise InputError(f"{path} has a plan already. Call revzoo.release({path}) first.")
-        if each._compiled_call_impl is not None or isinstance(each, OptimizedModule):
-            name = name or "the module"
-            raise InputError(f"What compiled code keeps cannot be counted. Received: compiled {name}. Plan before compiling.")
+            if each is not module or not may_have_plan:
+                raise InputError(f"{path} has a plan already. Call revzoo.release({path}) first.")
+        elif each._compiled_call_impl is not None or isinstance(each, OptimizedModule | torch.jit.ScriptModule):
+            raise InputError(
+                f"A plan runs the calls of a module one by one, so that none may be compiled. Received: compiled "
+                f"{name or 'the module'}. Give it as it was before torch.compile or torch.jit, or train without a plan."
+            )
 
 
 def require_arguments(module: nn.Module, batch: Any) -> None:
@@ -81,6 +104,13 @@ def explain_failures(module: nn.Module, batch: Any) -> Iterator[None]:
     try:
         with silence_failures():
             yield
+    except NotImplementedError as error:
+        if not (operator := _OPERATOR.search(str(error))):
+            raise
+        raise InputError(
+            f"The forward of {type(module).__name__} calls the higher-order operator {operator[1]}, which runs code of its own "
+            "that no plan can look into. Plan a submodule that calls none."
+        ) from error
     except TorchRuntimeError as error:
         reason = _REASON.search(str(error))
         words = (reason[1] if reason else str(error).splitlines()[0]).rstrip(".")
@@ -93,30 +123,25 @@ def explain_failures(module: nn.Module, batch: Any) -> Iterator[None]:
         raise InputError(f"The forward of {type(module).__name__} fails {where}: {words}. {remedy}") from error
 
 
-def require_no_transforms(module: nn.Module, graph: GraphModule) -> None:
-    """Raise InputError if a captured graph uses torch.func: what it makes has no memory to follow.
+def require_followable(module: nn.Module, graph: GraphModule) -> None:
+    """Raise InputError if a captured graph has calls whose results have no memory to follow, or sizes that depend on values.
 
-    Raised before the graph runs, since one that stops on its way leaves PyTorch inside the transform.
+    Raised before the graph runs, since one that stops on its way leaves PyTorch inside a transform of torch.func.
     """
     graphs = (each for each in graph.modules() if isinstance(each, GraphModule))
-    calls = (name_call(node) for each in graphs for node in each.graph.nodes)
-    if name := next((name for name in calls if name.rstrip(")").endswith("_increment_nesting")), None):
-        path = name.rpartition(" (")[0] or "itself"
-        raise InputError(
-            f"The forward of {type(module).__name__} uses vmap, grad or another transform of torch.func (in {path}), which "
-            "cannot be planned. Plan a submodule that uses none."
-        )
-
-
-def require_no_nested_tensors(module: nn.Module, graph: GraphModule) -> None:
-    """Raise InputError if a captured graph has nested tensors: their sizes depend on values, and they wrap several others."""
-    examples = ((node, node.meta.get("example_value")) for node in graph.graph.nodes)
-    if node := next((node for node, value in examples if any(t.is_nested for t in tensors_in(value))), None):
-        given = "its batch" if node.op == "placeholder" else name_call(node)
-        raise InputError(
-            f"The sizes of nested tensors depend on values, so {type(module).__name__} cannot be planned. Received: a nested "
-            f"tensor in {given}. Plan a submodule that has none, or pad it to a dense one."
-        )
+    for node in (node for each in graphs for node in each.graph.nodes):
+        path, _, function = (name := name_call(node)).rpartition(" (")
+        if function.rstrip(")").endswith("_increment_nesting"):
+            raise InputError(
+                f"The forward of {type(module).__name__} uses vmap, grad or another transform of torch.func (in "
+                f"{path or 'itself'}), which cannot be planned. Plan a submodule that uses none."
+            )
+        if any(t.is_nested for t in tensors_in(node.meta.get("example_value"))):
+            raise InputError(
+                f"The sizes of nested tensors depend on values, so {type(module).__name__} cannot be planned. Received: a "
+                f"nested tensor in {'its batch' if node.op == 'placeholder' else name}. Plan a submodule that has none, or pad "
+                "it to a dense one."
+            )
 
 
 def describe_modes() -> Iterator[str]:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch.fx import GraphModule, Node
 
-from revzoo.graph.atoms import Atom, bind_inputs, list_dead, prepare_calls
+from revzoo.graph.atoms import Atom, list_dead, list_written, prepare_calls, prepare_inputs
+from revzoo.graph.digest import SharedInputs, find_shared
 from revzoo.graph.recovery import Kept, Observer, Shared, Slot, SpanRecord, read_geometry, read_slot, read_slot_and_tell
 from revzoo.graph.spans import Nest, SpanRecovery, Spans, find_recipe
 from revzoo.runtime.compiling import exclude_from_compilation
@@ -28,11 +29,13 @@ from revzoo.runtime.refill_hooks import detach
 from revzoo.runtime.round import begin_round
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.transforms import must_store
+from revzoo.runtime.tripwire import get_setting
 
 _Kind = tuple[torch.dtype, bool, bool]  # dtype, whether it is a conjugate or negative view
 # A tensor that an atom saves besides its inputs and results is kept if it is this many times smaller than they are. If the atom
 # runs again anyway, the tensor is dropped at the end of the span, unless the span lies in a nest.
 _SMALL = 64
+_LARGEST_DIFFERENCE = 1e-2  # relative, of what kernels compute that do not repeat every bit
 
 
 class SpannedGraph:
@@ -51,7 +54,12 @@ class SpannedGraph:
         self.spans = spans
         self.observer, self.first = observer, first
         self.recipes: dict[int, SpanRecovery] = {}  # by span, from the first call on
-        self.calls = prepare_calls(graph, spans.atoms)
+        self.bind, self.calls = prepare_inputs(graph), prepare_calls(graph, spans.atoms)
+        self.written = list_written(spans.atoms)
+        self.placeholders = graph.graph.find_nodes(op="placeholder")
+        self.shared: SharedInputs | None = (
+            None  # which inputs lie in one memory that is written to; another call may have others
+        )
         self.starts = self._list_starts()
         places = [place[node] for atom in spans.atoms for node in atom.nodes]
         self.places = [] if places == sorted(places) else places  # in the graph, of calls that run in another order
@@ -64,8 +72,16 @@ class SpannedGraph:
         again = (atom for i, atom in enumerate(self.spans.atoms) if i not in inside or not kept.issuperset(atom.makes))
         return {node for atom in again for node in atom.reads if node in kept}
 
+    def fits(self, inputs: Sequence[Any]) -> bool:
+        """Return whether the inputs that lie in one memory are those of the first call, where calls write to them."""
+        return not self.written or self.shared in (None, find_shared(self.placeholders, inputs, self.spans.atoms))
+
     @exclude_from_compilation
     def __call__(self, *inputs: Any) -> Any:
+        if self.shared is None:
+            self.shared = find_shared(self.placeholders, inputs, self.spans.atoms)
+            names = {name for each in self.shared for name in each}
+            self.written |= {node for node in self.placeholders if node.name in names}
         if not torch.is_grad_enabled() or must_store():
             return self.graph.forward(*inputs)
         return _Run(self, inputs).forward(self._output)
@@ -95,8 +111,13 @@ class _Run:
 
     def __init__(self, program: SpannedGraph, inputs: Sequence[Any]):
         self._program = program
-        self._env: dict[Node, Any] = dict(bind_inputs(program.graph, inputs))
+        self._env: dict[Node, Any] = program.bind(inputs)
         self._inputs = dict(self._env)
+        self._versions = {
+            node: value._version
+            for node, value in self._inputs.items()
+            if isinstance(value, Tensor) and not value.is_inference() and node not in program.written
+        }
         self._given = {t.grad_fn for t in tensors_in(list(inputs))} if program.places else set()
         self._begun: list[int] = []  # by call: autograd's number for its first node
         self._devices = {t.device for t in tensors_in(list(self._inputs.values()))}
@@ -197,7 +218,7 @@ class _Run:
         for node in atom.makes:
             value = env[node]
             if node in program.starts:
-                self._held[node] = map_tensors(Kept, value)
+                self._held[node] = map_tensors(self._keep_start, value)
             if isinstance(value, Tensor):
                 makers.note(value, node)
         saved = self._packed.take()
@@ -210,6 +231,7 @@ class _Run:
             slot.is_small = not is_input and slot.source is None and self._is_small(tensor, atom)
             if (
                 is_input
+                or tensor._version != slot.writes  # which is an error if backward asks for it
                 or not atom.is_repeatable
                 or maker in spans.kept
                 or slot.is_small
@@ -228,12 +250,20 @@ class _Run:
             record.latest = slot
         latest = record.latest
         if latest is not None and latest.tensor is not None and self.shared.round is not None:
-            taken = take_fingerprint(latest.tensor)
-            record.fingerprint = None if taken is None else ((latest.atom, latest.place), taken)
+            repeats = self._repeats(latest)
+            taken = take_fingerprint(latest.tensor, bits=repeats)
+            tolerance = 0.0 if repeats else _LARGEST_DIFFERENCE
+            record.fingerprint = None if taken is None else ((latest.atom, latest.place), taken, tolerance)
         if program.observer is not None:
             program.observer.end(program.first + i, saved, {node: env[node] for node in atom.makes})
         for slot in saved:
             slot.tensor = None
+
+    def _repeats(self, slot: Slot) -> bool:
+        """Return whether the kernels of an atom compute the same bits in every run."""
+        assert slot.tensor is not None
+        sums = (node for node in self._program.spans.atoms[slot.atom].nodes if "put" in str(node.target))  # in any order
+        return torch.are_deterministic_algorithms_enabled() or (slot.tensor.device.type == "cpu" and not any(sums))
 
     def _is_small(self, tensor: Tensor, atom: Atom) -> bool:
         around = (t for node in (*atom.makes, *atom.reads) for t in tensors_in(self._env[node]))
@@ -269,7 +299,21 @@ class _Run:
     def _hold_starts(self, record: SpanRecord, recipe: SpanRecovery, handed: frozenset[Node] = frozenset()) -> None:
         record.starts = {node: self._held[node] for node in recipe.starts if node not in handed}
         record.held_by_slots = self._held_by_slots.intersection(record.starts)
-        record.starts |= {node: map_tensors(Kept, self._inputs[node]) for node in recipe.inputs}
+        record.starts |= {node: self._keep_input(node) for node in recipe.inputs}
+
+    def _keep_input(self, node: Node) -> Any:
+        """Keep an input as it was when the graph began, unless a call is known to write to it."""
+        if node not in self._held:
+            version = self._versions.get(node)
+            self._held[node] = map_tensors(lambda t: self._keep_start(t, version), self._inputs[node])
+        return self._held[node]
+
+    def _keep_start(self, tensor: Tensor, version: int | None = None) -> Kept:
+        """Keep what a recovery starts from."""
+        kept = Kept(tensor, version)
+        if get_setting():
+            kept.mark(in_full=self.shared.round is not None)
+        return kept
 
 
 class _Makers:

@@ -18,14 +18,14 @@ from torch.fx import Node
 
 from revzoo.analysis.dry_run import LossFunction
 from revzoo.analysis.flops import FlopCounterOfReplacedCalls
-from revzoo.graph.atoms import Atom, bind_inputs
+from revzoo.graph.atoms import Atom, prepare_inputs
 from revzoo.graph.capture import Capture, GraphCall
 from revzoo.graph.recovery import Observer, Slot
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Spans
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls, Storages
 
-_BETWEEN = Atom.of([], draws=False, is_repeatable=False)
+_BETWEEN = Atom.of([], changes=[], draws=False, is_repeatable=False)
 
 
 @dataclass
@@ -73,6 +73,7 @@ class Record:
         gradient_bytes: by position in the log of backward, what backward itself has allocated.
         first_unpack: by atom, when backward first asks for something saved in it; -1 if it never does.
         fixed_bytes: parameters, buffers and batch.
+        left_bytes: what is alive after backward: these, gradients and the loss.
         loss_bytes: what loss and backward allocate until backward first asks for something, less what is freed until then of
             results that autograd does not save.
         peak_bytes: of this step.
@@ -88,6 +89,7 @@ class Record:
     gradient_bytes: list[int]
     first_unpack: list[int]
     fixed_bytes: int
+    left_bytes: int
     loss_bytes: int
     peak_bytes: int
 
@@ -119,7 +121,7 @@ class _Recorder(Observer):
         self.ends[each.first - 1] = self.live.now()
         for i in each.numbers:  # for a graph that keeps nothing, because it runs without gradients
             self.begins[i] = self.ends[i] = self.live.now()
-        self.taken |= {node: self.live.find(value) for node, value in bind_inputs(each.graph, inputs)}
+        self.taken |= {node: self.live.find(value) for node, value in prepare_inputs(each.graph)(inputs).items()}
         results = SpannedGraph(each.graph, Spans.keep_all(each.atoms), self, each.first)(*inputs)
         self.ends[each.numbers.stop - 1] = self.begins[each.numbers.stop] = self.live.now()
         return results
@@ -166,13 +168,15 @@ def record(captured: Capture, loss: LossFunction | None = None, *, with_paramete
         fixed = live.watch(captured.tensors)
         fixed_bytes = live.size(fixed)
         recorder.begins[0] = live.now()
-        captured.run_step(lambda: captured.run(recorder.run_graph), loss, recorder.end_forward)
+        total = captured.run_step(lambda: captured.run(recorder.run_graph), loss, recorder.end_forward)
         left_out = frozenset() if with_parameter_gradients else live.watch([t.grad for t in captured.tensors])
-    return _summarise(captured.calls, recorder, fixed, fixed_bytes, left_out)
+        left_bytes = live.alive()
+        del total
+    return _summarise(captured.calls, recorder, fixed, fixed_bytes, left_bytes, left_out)
 
 
 def _summarise(
-    calls: Sequence[GraphCall], recorder: _Recorder, fixed: Storages, fixed_bytes: int, left_out: Storages
+    calls: Sequence[GraphCall], recorder: _Recorder, fixed: Storages, fixed_bytes: int, left_bytes: int, left_out: Storages
 ) -> Record:
     atoms = [_BETWEEN, *(atom for each in calls for atom in (*each.atoms, _BETWEEN))]
     live, log = recorder.live, recorder.live.log
@@ -218,6 +222,7 @@ def _summarise(
         gradient_bytes=gradient or [0],
         first_unpack=first,
         fixed_bytes=fixed_bytes,
+        left_bytes=left_bytes,
         loss_bytes=loss,
         peak_bytes=live.peak(),
     )

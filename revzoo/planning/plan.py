@@ -91,6 +91,8 @@ class Plan:
         """
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
+            if "graphs" in fields:
+                raise ValueError("it is that of an ordinary module, which revzoo.ModulePlan.load reads")
             if "schedule" in fields and fields.keys() != cls.__dataclass_fields__.keys():
                 raise ValueError("its fields are those of another version of revzoo")
             fields |= {key: tuple(fields[key]) for key in ("units", "schedule", "notes")}

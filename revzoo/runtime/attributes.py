@@ -4,17 +4,18 @@ Entries are compared by identity. They are read and written by the methods of th
 as configurations of diffusers do, or compare and iterate in ways of its own.
 """
 
+import gc
 import os
 import random
 import sys
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from itertools import chain
 from operator import is_
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from torch import Generator, Size, Tensor, device, dtype, nn
 
@@ -185,6 +186,19 @@ def _mark_state(each: Any) -> Callable[[], bool] | None:
         return False  # it is not compared
 
     return rewind
+
+
+@contextmanager
+def preserve_generators() -> Iterator[None]:
+    """Set the random generators of Python and NumPy, wherever they are held, back at the end to where they are now."""
+    numpy = sys.modules.get("numpy")
+    kinds = {random.Random, *(() if numpy is None else (numpy.random.RandomState, numpy.random.Generator))}
+    marks = [_mark_state(each) for each in gc.get_objects() if type(each) in kinds]
+    try:
+        yield
+    finally:
+        for rewind in marks:
+            cast(Callable[[], bool], rewind)()
 
 
 @cache

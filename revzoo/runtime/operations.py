@@ -45,6 +45,10 @@ class Operation:
             return self.is_seeded
         return bool(args[self.dropout] if self.dropout < len(args) else kwargs.get("dropout_p", 0))
 
+    def list_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the arguments that a call changes in place, tensors or lists of them."""
+        return [args[place] if place < len(args) else kwargs.get(name) for place, name in self.written]
+
 
 @cache
 def describe_operation(operation: Any) -> Operation:

@@ -78,7 +78,7 @@ class KeptProducts:
         known, sources = self._known, 0
         results = list(tensors_in(out))
         if operation.written:
-            written = list(tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in operation.written]))
+            written = list(tensors_in(operation.list_written(args, kwargs)))
             keys = set(map(_find_storage, written))
             for output in self.outputs:  # version counters do not always show it
                 if not keys.isdisjoint(map(_find_storage, output.tensors)):

@@ -1,8 +1,8 @@
 """What can be at work around a forward besides autograd: tracers, forward-mode derivatives, the transforms of `torch.func`.
 
 A tracer writes down operations to be run later without this runtime, and a forward-mode derivative is complete when forward
-ends: both have no backward in which a dropped tensor could be recovered. `torch.func` refuses saved-tensor hooks. So everything
-is stored there.
+ends: both have no backward in which a dropped tensor could be recovered. `torch.func` refuses saved-tensor hooks, and so does
+`torch.autograd.graph.disable_saved_tensors_hooks`. So everything is stored there.
 """
 
 import sys
@@ -17,7 +17,7 @@ from torch.jit._trace import is_tracing
 from revzoo.errors import InputError, RecoveryError, RevzooError
 
 _FORWARD_MODE = "Jvp"
-_OURS = "revzoo.", "torch."  # modules that no user has written
+_OURS = "revzoo.", "torch.", "contextlib"  # modules that no user has written
 _LONGEST = 300  # characters of PyTorch's message
 _NAMES = {"Grad": "torch.func.grad (vjp, jacrev, hessian)", "Vmap": "torch.vmap", _FORWARD_MODE: "torch.func.jvp (jacfwd)"}
 
@@ -25,6 +25,8 @@ _NAMES = {"Grad": "torch.func.grad (vjp, jacrev, hessian)", "Vmap": "torch.vmap"
 def must_store() -> bool:
     """Return whether forward has to keep every saved tensor, whatever the schedule says."""
     innermost = _find_innermost()
+    if innermost is None and not vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]():
+        innermost = "torch.autograd.graph.disable_saved_tensors_hooks"
     if innermost is not None and innermost != _FORWARD_MODE:
         _warn_once(innermost)
     return innermost is not None or forward_ad._current_level >= 0 or is_tracing()
@@ -32,13 +34,17 @@ def must_store() -> bool:
 
 @cache
 def _warn_once(transform: str) -> None:
+    warn_user(
+        f"Everything is stored inside {_NAMES.get(transform, transform)}, which does not support the hooks on saved tensors "
+        "that recovery needs. To save memory, run forward outside of it, and use torch.autograd.grad or .backward()."
+    )
+
+
+def warn_user(message: str) -> None:
+    """Warn at the user's line that has led here."""
     frames = enumerate(walk_stack(sys._getframe()), 1)
     outside = (level for level, (frame, _) in frames if not frame.f_globals.get("__name__", "").startswith(_OURS))
-    warnings.warn(
-        f"Everything is stored inside {_NAMES.get(transform, transform)}, which does not support the hooks on saved tensors "
-        "that recovery needs. To save memory, use torch.autograd.grad or .backward() instead.",
-        stacklevel=next(outside, 2),  # the line that calls the transform, or the network in it
-    )
+    warnings.warn(message, stacklevel=next(outside, 2))
 
 
 # Words of PyTorch's errors where hooks or a dispatch mode are around what traces its argument or differentiates by itself, or

@@ -84,9 +84,13 @@ class Watch:
 
     Rounding errors are relative to the largest state that they come from, so a state is judged by the largest so far. They grow
     by degrees from one state to the next; a step that runs differently makes a jump.
+
+    Args:
+        message: of errors; None where what is compared belongs to a chain.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, message: str | None = None) -> None:
+        self._message = message
         self._largest = 0.0
         self._largest_error = 0.0
         self._has_warned = False
@@ -174,7 +178,7 @@ class Watch:
         elif not comparison.of_state:
             tolerance = max(tolerance, _GROWTH_IN_STEP * self._largest_error)
         if not error <= tolerance:
-            raise _describe(comparison, error, tolerance, has_grown)
+            raise RecoveryError(self._message or _describe(comparison, error, tolerance, has_grown))
         if own_error > _NOTEWORTHY and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -259,8 +263,8 @@ def _take_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     return norms
 
 
-def _describe(comparison: _Comparison, error: float, tolerance: float, has_grown: bool) -> RecoveryError:
-    """Return the error for a tensor that differs by more than the tolerance.
+def _describe(comparison: _Comparison, error: float, tolerance: float, has_grown: bool) -> str:
+    """Return what is wrong with a tensor that differs by more than the tolerance.
 
     Args:
         has_grown: whether the states rebuilt before differed nearly as much, as they do where rounding errors grow.
@@ -273,12 +277,12 @@ def _describe(comparison: _Comparison, error: float, tolerance: float, has_grown
     else:
         by = f"by {error:.6g} of its size, of which rounding explains {tolerance:.6g}"
     if has_grown:
-        return RecoveryError(
+        return (
             f"Errors have grown from state to state until {comparison.name}: {what} differs from forward {by}. Most likely "
             "its function and those after it amplify rounding. Set the schedule of some of them to 'recompute', where errors "
             "start again, or use 'store'; in a chain of steps, exact=True avoids such errors."
         )
-    return RecoveryError(
+    return (
         f"{comparison.name} ran differently the second time: {what} differs from forward {by}. Its function must depend on its "
         "input, parameters and torch's random stream alone. Usual causes: Python's or NumPy's random, a torch.Generator of its "
         "own, a counter or an attribute that changed in between, a kernel that does not repeat, memory that is read before it "

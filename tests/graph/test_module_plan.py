@@ -1,9 +1,11 @@
 """Plans for any module: gradients to the bit, the promised bytes, and a module that stays what it is."""
 
 import copy
+import random
 import warnings
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -224,6 +226,12 @@ def test_a_saved_plan_is_the_same(net, tmp_path, same_step):
         loaded.apply(net.eval())
     with pytest.raises(PlanError, match="no saved plan|not a saved plan"):
         revzoo.ModulePlan.load(tmp_path / "none.json")
+    with pytest.raises(PlanError, match=r"plan\.json is not a saved plan \(.*which revzoo\.ModulePlan\.load reads\)"):
+        revzoo.Plan.load(tmp_path / "plan.json")
+    chain = ReversibleChain([nn.Linear(4, 4), nn.Linear(4, 4)])
+    revzoo.plan(chain, (torch.rand(2, 4), torch.rand(2, 4)), "1GiB").save(tmp_path / "chain.json")
+    with pytest.raises(PlanError, match=r"chain\.json is not a saved plan for a module \(.*which revzoo\.Plan\.load reads\)"):
+        revzoo.ModulePlan.load(tmp_path / "chain.json")
 
 
 def test_reforward_plans_and_applies(same_step):
@@ -324,7 +332,7 @@ def test_what_cannot_be_planned_is_named(net):
         revzoo.plan(len, IMAGES, "1GiB")
     compiled = copy.deepcopy(net)
     compiled.blocks.compile()
-    with pytest.raises(InputError, match="compiled blocks.*Plan before compiling"):
+    with pytest.raises(InputError, match="Received: compiled blocks. Give it as it was"):
         revzoo.plan(compiled, IMAGES, "1GiB")
     planned = copy.deepcopy(net)
     revzoo.reforward(planned, IMAGES)
@@ -439,6 +447,25 @@ def test_planning_leaves_nothing_in_a_module_that_remembers():
     module = Remembering().train()
     revzoo.plan(module, IMAGES, "1GiB")
     assert (module.seen, module.last) == ([], None)
+
+
+_generators = np.random.default_rng(0), np.random.RandomState(0), random.Random(0)
+
+
+class Drawing(Net):
+    """One that draws from generators of its own, which are held where no module is."""
+
+    def forward(self, x):
+        numbers = _generators[0].random(), _generators[1].rand(), _generators[2].random()
+        return self.head((self.blocks(self.stem(x)) * sum(numbers)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("profile", [False, True])
+def test_planning_leaves_generators_where_they_are(profile):
+    expected = [copy.deepcopy(each).random(3).tolist() for each in _generators[:2]] + [copy.deepcopy(_generators[2]).random()]
+    revzoo.plan(Drawing().train(), IMAGES, "1GiB", profile=profile)
+    drawn = [copy.deepcopy(each).random(3).tolist() for each in _generators[:2]] + [copy.deepcopy(_generators[2]).random()]
+    assert drawn == expected
 
 
 class Scattering(nn.Module):

@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import revzoo
+from revzoo.analysis.flops import count_flops
 from revzoo.errors import InputError
+from revzoo.graph import plan_module
 
 BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -57,6 +59,13 @@ class FailsCompiled(Net):
         return super().forward(x[:, :7] if torch.compiler.is_compiling() else x)
 
 
+class Branches(Net):
+    """Decides by a value, in the graph."""
+
+    def forward(self, x):
+        return self.second(torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.first(x),)))
+
+
 class Alternates(Switches):
     """Every other call takes another branch."""
 
@@ -79,12 +88,50 @@ def refuse(module, batch=BATCH, **options) -> str:
         (Detaches(), r"Nothing that the forward of Detaches returns depends on a parameter.*Look for \.detach\(\)"),
         (Alternates(), "Two calls of Alternates with the same batch ran other operations.*Plan a submodule"),
         (FailsCompiled(), r"fails under torch.compile, though not without: a and b must .*is_compiling\(\)\. Plan a submodule"),
-        (torch.compile(Net()), "Received: compiled the module. Plan before compiling"),
-        (nn.Sequential(Net(), torch.compile(Net())), "Received: compiled 1. Plan before compiling"),
+        (Branches(), "The forward of Branches calls the higher-order operator cond, .* Plan a submodule that calls none"),
+        (torch.compile(Net()), "Received: compiled the module. Give it as it was"),
+        (nn.Sequential(Net(), torch.compile(Net())), "Received: compiled 1. Give it as it was"),
     ],
 )
 def test_modules_without_a_step_to_plan(module, message):
     assert re.search(message, refuse(module))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated")
+def test_what_torch_jit_has_compiled_is_refused_and_keeps_its_values():
+    """Its tensors are not where those of other modules are."""
+    module = nn.Sequential(Net(), torch.jit.trace(nn.Linear(8, 8), BATCH))
+    before = [p.detach().clone() for p in module.parameters()]
+    assert "Received: compiled 1. Give it as it was" in refuse(module)
+    count_flops(module, BATCH)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("made_in", ["module", "batch", "call"])
+def test_inference_mode(made_in):
+    with torch.inference_mode():
+        module, batch = Net(), BATCH + 1
+    module, batch = module if made_in == "module" else Net(), batch if made_in == "batch" else BATCH
+    with torch.inference_mode(made_in == "call"):
+        assert "Nothing is differentiated in torch.inference_mode()" in refuse(module, batch)
+
+
+def test_a_plan_is_not_applied_to_what_is_compiled_or_has_a_planned_part():
+    torch._dynamo.reset()
+    inner = Net()
+    outer = nn.Sequential(inner, Net())
+    plans = [plan_module(each, BATCH.repeat(16, 1), None)[0] for each in (inner, outer)]
+    plans[0].apply(inner)
+    with pytest.raises(InputError, match=r"module\.0 has a plan already"):
+        plans[1].apply(outer)
+    revzoo.release(inner)
+    outer.compile(backend="eager")
+    compiled = outer._compiled_call_impl
+    with pytest.raises(InputError, match="Received: compiled the module"):
+        plans[1].apply(outer)
+    assert outer._compiled_call_impl is compiled
+    with pytest.raises(InputError, match=r"must be a torch\.nn\.Module"):
+        revzoo.release(3)
 
 
 def test_a_plan_with_times_that_fails_leaves_the_module_as_it_was():

@@ -116,6 +116,15 @@ def test_every_step_runs_twice_on_the_same_strides(name, exact):
     assert len({strides[0] for strides in seen}) == (2 if exact or name != "dual_residual" else 1)
 
 
+def test_a_stream_with_gaps_in_memory_is_seen_as_it_will_be_rebuilt():
+    seen = []
+    chain = ReversibleChain([nn.Linear(4, 4) for _ in range(3)])
+    for step in chain.steps:
+        step.register_forward_pre_hook(lambda _, args: seen.append(args[0].stride()))
+    sum(chain(torch.rand(2, 3, 4), torch.rand(2, 3, 8)[..., ::2])).sum().backward()
+    assert seen == [(12, 4, 1)] * 6
+
+
 def test_a_second_backward_is_bit_identical(gradients):
     chain = ReversibleChain([FUNCTIONS["alternating"][0](k) for k in range(6)], "leapfrog", exact=True)
     inputs = streams_in("mixed", (2, 16, 6, 6))

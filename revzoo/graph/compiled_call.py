@@ -1,0 +1,147 @@
+"""A call of a module under `torch.compile`. The module stays as it is, and nothing of the call stays in the compiler.
+
+The compiler holds what it makes where no garbage collector looks: with the code of functions, in tables of its own, and among
+the globals of the function that it was given. So that function has code and globals of its own, the backend owns neither the
+module nor the call, and what was made is taken out when the call ends.
+
+A number that differs from the last call, such as an annealed temperature, becomes an input of the graph. Sizes of tensors are
+always constants.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from types import CodeType, FunctionType
+from typing import Any, cast
+from weakref import finalize
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo.convert_frame import input_codes, output_codes
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends
+from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
+from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
+from torch._dynamo.types import GuardFail
+from torch._dynamo.utils import guard_failures
+from torch._dynamo.variables import builder
+from torch._guards import TracingContext
+from torch.fx import GraphModule
+
+Runner = Callable[..., Any]
+Compile = Callable[[GraphModule, Sequence[Any]], Runner]
+_SUBMODULE = re.compile(r"\._modules\['(\w+)'\]")  # in the compiler's words
+_MOST_GRAPHS = 1024  # of one piece of code, such as the forward of a class that is not captured in one graph with its caller's
+
+
+class CompiledCall:
+    """A call of a module that runs captured graph by captured graph.
+
+    Args:
+        module: the module.
+        compile: gets each graph with its inputs, and returns the function that runs it. It owns neither the module nor this.
+        follows_numbers: whether numbers that change become inputs. If not, each value has a graph.
+    """
+
+    def __init__(self, module: nn.Module, compile: Compile, follows_numbers: bool = False):
+        def call_module(*args: Any, **kwargs: Any) -> Any:
+            return module._call_impl(*args, **kwargs)
+
+        # The compiler counts captures by code object and gives up after a few.
+        code, own = call_module.__code__.replace(), {"__builtins__": __builtins__, "__name__": __name__}
+        function = FunctionType(code, own, closure=call_module.__closure__)
+        self.backend = backend = _Backend(compile, defaultdict(FrameStateSizeEntry) if follows_numbers else None)
+        self._run: Runner = torch._dynamo.config.patch(
+            allow_rnn=True,  # as a call of the graph
+            allow_unspec_int_on_nn_module=True,  # as an input of the graph, where it changes
+            assume_static_by_default=True,
+            automatic_dynamic_shapes=True,  # of what `_follow` says
+            optimize_ddp=False,  # under DistributedDataParallel the compiler would cut the graph at its buckets
+            skip_nnmodule_hook_guards=False,  # hooks may come and go
+            recompile_limit=_MOST_GRAPHS,
+            accumulated_recompile_limit=_MOST_GRAPHS,
+        )(torch._dynamo.optimize(backend, guard_fail_fn=backend.note_failure)(function))
+        finalize(self, _forget, backend)
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether a number has changed, so that it is an input."""
+        return any(entry.scalar is auto_dynamic for entry in (self.backend.numbers or {}).values())
+
+    def forget(self) -> None:
+        """Drop what was compiled. The next call compiles anew."""
+        _forget(self.backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+
+class _Backend:
+    """What the compiler holds of a call.
+
+    Args:
+        compile: as for `CompiledCall`.
+        numbers: what they have been so far, by the code that reads them and their name there; None: they are constants.
+
+    Attributes:
+        reason: what was so in an earlier call and is not any more, for which another graph had to be made.
+    """
+
+    def __init__(self, compile: Compile, numbers: dict[Any, FrameStateSizeEntry] | None):
+        self.numbers = numbers
+        self.reason = ""
+        self.environments = list[Any]()  # in which graphs were made
+        self._compile = compile
+
+    def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
+        self.environments.append(cast(Any, TracingContext.get().fake_mode).shape_env)
+        return self._compile(graph, inputs)
+
+    def note_failure(self, failure: GuardFail) -> None:
+        _, _, condition = failure.reason.partition(": ")
+        self.reason = _SUBMODULE.sub(r".\1", condition).partition("  ")[0]
+
+
+def _forget(backend: _Backend) -> None:
+    """Take out what the compiler has made with a backend: with the module's own functions too, if it ended a graph in them."""
+    cached_backends.pop(id(backend), None)
+    for each in filter(None, backend.environments):
+        each.tracked_fakes = None  # a cycle is never freed in which a view has its base, or a parameter its gradient
+    guards = set[int]()
+    for codes in (input_codes, output_codes):
+        codes.seen = [each for each in codes.seen if each() is not None]
+        for code in (cast(CodeType, each()) for each in codes.seen):
+            entries = _debug_get_cache_entry_list(code)
+            own = [entry for entry in entries if entry.backend is backend]
+            guards.update(id(entry.guard_manager) for entry in own)
+            if own and len(own) == len(entries):
+                guard_failures.pop(code, None)
+                reset_code(code)
+            else:  # it is compiled without a plan, too
+                for entry in own:
+                    cast(Any, entry.guard_manager).extra_state.invalidate(entry, DeletedGuardManagerWrapper("released"))
+    for each in list(vars(finalize)["_registry"]):  # of types, which live as long as the process
+        _, function, *_ = each.peek() or (None, None)
+        manager = getattr(getattr(function, "func", None), "__self__", None)
+        if isinstance(manager, CheckFunctionManager):
+            guard = getattr(manager, "guard_manager", None)
+            if id(guard) in guards or isinstance(guard, DeletedGuardManagerWrapper):
+                each.detach()
+
+
+_process: Callable[..., FrameStateSizeEntry] = vars(builder)["process_automatic_dynamic"]
+
+
+def _follow(tx: Any, name: str, entry: FrameStateSizeEntry, **options: Any) -> FrameStateSizeEntry:
+    """Say for calls of this file what differs from earlier ones, in place of the compiler: numbers, but no sizes."""
+    backend = getattr(tx.output.compiler_fn, "_torchdynamo_orig_backend", None)
+    if not isinstance(backend, _Backend):
+        return _process(tx, name, entry, **options)
+    if backend.numbers is None or entry.scalar is auto_dynamic:  # a tensor
+        return entry
+    key = tx.f_code.co_filename, tx.f_code.co_firstlineno, name
+    backend.numbers[key] |= entry
+    return backend.numbers[key]
+
+
+vars(builder)["process_automatic_dynamic"] = _follow
