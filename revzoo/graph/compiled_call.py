@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import CodeType, FunctionType
 from typing import Any, cast
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ class CompiledCall:
         # The compiler counts captures by code object and gives up after a few.
         code, own = call_module.__code__.replace(), {"__builtins__": __builtins__, "__name__": __name__}
         function = FunctionType(code, own, closure=call_module.__closure__)
-        self.backend = backend = _Backend(compile, defaultdict(FrameStateSizeEntry) if follows_numbers else None)
+        self.backend = backend = _Backend(module, compile, defaultdict(FrameStateSizeEntry) if follows_numbers else None)
         self._run: Runner = torch._dynamo.config.patch(
             allow_rnn=True,  # as a call of the graph
             allow_unspec_int_on_nn_module=True,  # as an input of the graph, where it changes
@@ -80,21 +80,25 @@ class _Backend:
     """What the compiler holds of a call.
 
     Args:
-        compile: as for `CompiledCall`.
+        module, compile: as for `CompiledCall`.
         numbers: what they have been so far, by the code that reads them and their name there; None: they are constants.
 
     Attributes:
         reason: what was so in an earlier call and is not any more, for which another graph had to be made.
     """
 
-    def __init__(self, compile: Compile, numbers: dict[Any, FrameStateSizeEntry] | None):
+    def __init__(self, module: nn.Module, compile: Compile, numbers: dict[Any, FrameStateSizeEntry] | None):
         self.numbers = numbers
+        self._module = ref(module)
         self.reason = ""
         self.environments = list[Any]()  # in which graphs were made
         self._compile = compile
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
         self.environments.append(cast(Any, TracingContext.get().fake_mode).shape_env)
+        if (module := self._module()) is not None:
+            for each in (*module.parameters(), *module.buffers()):
+                vars(each).pop("_dynamo_static_input_type", None)  # the compiler's mark
         return self._compile(graph, inputs)
 
     def note_failure(self, failure: GuardFail) -> None:
