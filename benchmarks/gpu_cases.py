@@ -181,9 +181,7 @@ def list_llama(sizes: Sizes, folder: Path) -> Iterator[Case]:
     for method in LLAMA_METHODS:
         make = partial(make_llama, sizes.llama, method, sizes.tokens)
         yield Case(
-            f"llama/{'x'.join(map(str, sizes.tokens))}/{method}",
-            partial(time_training, make),
-            partial(count_training, make),
+            f"llama/{'x'.join(map(str, sizes.tokens))}/{method}", partial(time_training, make), partial(count_training, make)
         )
 
 

@@ -113,11 +113,7 @@ ROWS = {
     ),
     "monotone": Row("more budget", "never a slower plan, never a peak above the budget", more_budget),
     "brute": Row("timeline against brute force, 1000 chains of up to 10 units", "equal", brute_force),
-    "speed": Row(
-        "timeline of 100 steps x 4 modes",
-        "5 s",
-        speed,
-    ),
+    "speed": Row("timeline of 100 steps x 4 modes", "5 s", speed),
     "front": Row(
         "Pareto front (bytes, FLOPs) against all-inverted, checkpoint and activation_memory_budget",
         "dominated nowhere, and better than each somewhere",

@@ -174,10 +174,7 @@ def sweep(network: str, quick: bool) -> dict[str, Any]:
 def _paper_networks(quick: bool) -> dict[str, tuple[str, str, list[str], int, int, int]]:
     """Return label, spec, overrides, the largest batch to be stored, and the range of batches."""
     if quick:
-        return {
-            "revnet": ("RevNet", "revnet_digits", SHALLOW, 3, 2, 4),
-            "reformer": ("Reformer", "reformer_mini", [], 3, 2, 4),
-        }
+        return {"revnet": ("RevNet", "revnet_digits", SHALLOW, 3, 2, 4), "reformer": ("Reformer", "reformer_mini", [], 3, 2, 4)}
     if torch.cuda.is_available():  # the paper's sizes
         return {
             "revnet": ("RevNet-104, 224 x 224", "revnet_104", [], 64, 16, 117),

@@ -29,12 +29,7 @@ from revzoo.sharded import is_sharded
 #   half: with autocast in f, the states of 100 blocks are reconstructed to 1e-2. bfloat16 alone changes gradients by 7e-3
 #       (transformer, 12 blocks) to 9e-2 (convolutions with ReLU, 8 blocks) against float64.
 _HALF = (2e-2, 1e-1, 5e-1)
-_LIMITS = {
-    torch.float64: (1e-8, 1e-8, 1e-7),
-    torch.float32: (1e-4, 1e-2, 1e-1),
-    torch.float16: _HALF,
-    torch.bfloat16: _HALF,
-}
+_LIMITS = {torch.float64: (1e-8, 1e-8, 1e-7), torch.float32: (1e-4, 1e-2, 1e-1), torch.float16: _HALF, torch.bfloat16: _HALF}
 # The error of a gradient is relative to its norm, or to this share of a typical gradient of the model (root mean square) if
 # that is larger: the true gradient of a bias before a softmax or a BatchNorm is 0, and what is computed is rounding.
 _SHARE = 1e-2

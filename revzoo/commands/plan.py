@@ -56,12 +56,7 @@ def declare(parser: Parser) -> None:
         default="timeline",
         help="timeline is exact; knapsack, for comparison, is the published method for models of the zoo (default: timeline)",
     )
-    parser.add_argument(
-        "--lookahead",
-        type=int,
-        choices=(0, 1),
-        help="steps recovered ahead of backward (default: 0)",
-    )
+    parser.add_argument("--lookahead", type=int, choices=(0, 1), help="steps recovered ahead of backward (default: 0)")
     parser.add_argument(
         "--tiles", choices=("auto",), help="cut steps into tiles where that is faster, or fits alone (default: whole steps)"
     )

@@ -18,14 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule
 
 from revzoo.analysis.autocast import leave_autocast
-from revzoo.analysis.dry_run import (
-    LossFunction,
-    call,
-    compute_loss,
-    isolated,
-    mark_python_streams,
-    require_module,
-)
+from revzoo.analysis.dry_run import LossFunction, call, compute_loss, isolated, mark_python_streams, require_module
 from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.graph.atoms import Atom, split_into_atoms

@@ -26,10 +26,7 @@ _BLOCK = 16  # points that are compared at once
 
 
 def find_front(
-    record: Record,
-    count_flops_only: bool = False,
-    nanoseconds: Sequence[int] | None = None,
-    report: Report = keep_silent,
+    record: Record, count_flops_only: bool = False, nanoseconds: Sequence[int] | None = None, report: Report = keep_silent
 ) -> "Front":
     """Return the front of all plans of a recorded graph. Arguments are those of `Choices`."""
     choices = [Choices(record, count_flops_only, nanoseconds)]

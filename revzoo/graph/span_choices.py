@@ -85,11 +85,7 @@ class Choices:
     """
 
     def __init__(
-        self,
-        record: Record,
-        count_flops_only: bool = False,
-        nanoseconds: Sequence[int] | None = None,
-        remade: Remade = NOTHING,
+        self, record: Record, count_flops_only: bool = False, nanoseconds: Sequence[int] | None = None, remade: Remade = NOTHING
     ):
         self.record, self.remade = record, remade
         self._prices = (1, 0 if count_flops_only else FLOPS_PER_BYTE) if nanoseconds is None else (0, 1)
@@ -272,11 +268,7 @@ class Span:
         return -1 if at < 0 else int(self._choices.gradient[max(0, at - 1)])
 
     def peak_of_recovery(
-        self,
-        kept: Collection[int],
-        again: Sequence[int],
-        wanted: Collection[int] | None = None,
-        passing: Collection[int] = (),
+        self, kept: Collection[int], again: Sequence[int], wanted: Collection[int] | None = None, passing: Collection[int] = ()
     ) -> int:
         """Return the most bytes while atoms run again.
 

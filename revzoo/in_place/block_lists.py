@@ -176,10 +176,7 @@ def _find_reasons(blocks: Mapping[str, nn.Module], surveys: Mapping[str, BlockSu
 
 
 def _find_runs(
-    blocks: Mapping[str, nn.Module],
-    reasons: Mapping[str, str],
-    surveys: Mapping[str, BlockSurvey] | None,
-    any_class: bool,
+    blocks: Mapping[str, nn.Module], reasons: Mapping[str, str], surveys: Mapping[str, BlockSurvey] | None, any_class: bool
 ) -> list[list[str]]:
     """Return the names of blocks that can be steps of one chain: every run of two or more."""
     runs: list[list[str]] = [[]]

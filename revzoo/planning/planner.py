@@ -170,11 +170,7 @@ def _time_step(model: nn.Module, batch: Any, plan: Plan, loss: LossFunction | No
     return replace(plan, seconds=seconds, spread=spread)
 
 
-def solve(
-    profile: Profile,
-    budget: str | int,
-    solver: Solver = "timeline",
-) -> Plan:
+def solve(profile: Profile, budget: str | int, solver: Solver = "timeline") -> Plan:
     """Return the fastest schedule whose peak is within the budget.
 
     Args:

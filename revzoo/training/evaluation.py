@@ -47,10 +47,7 @@ class Scores:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
-    loader: Iterable[tuple[Tensor, Tensor]],
-    accelerator: Accelerator,
-    label_noun: str = "images",
+    model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], accelerator: Accelerator, label_noun: str = "images"
 ) -> Scores:
     """Compute the scores of a model on everything a loader yields; labels that are IGNORED do not count.
 

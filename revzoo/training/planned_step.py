@@ -121,13 +121,7 @@ class WholeStep(PlannedStep):
         with self._treat_gradients(), preserve_schedules(model):
             assign_tiles(model, plan.setting.tiles)
             return count_peak(
-                model,
-                self._batch,
-                plan.schedule,
-                self._loss,
-                other_bytes,
-                update_bytes=taken.update,
-                lookahead=plan.lookahead,
+                model, self._batch, plan.schedule, self._loss, other_bytes, update_bytes=taken.update, lookahead=plan.lookahead
             )
 
     def measure_seconds(self, plan: Plan) -> float:

@@ -10,14 +10,7 @@ from torch import nn
 import revzoo
 from revzoo.analysis.numerics import measure_alpha, measure_angle
 from revzoo.errors import InputError
-from revzoo.runtime import (
-    Coupled,
-    CoupledConv2d,
-    InvertibleBatchNorm2d,
-    InvertibleLeakyReLU,
-    LayerChain,
-    ReversibleChain,
-)
+from revzoo.runtime import Coupled, CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU, LayerChain, ReversibleChain
 
 
 def images(*shape, dtype=torch.float64):

@@ -82,10 +82,7 @@ def test_times_are_measured_where_asked_for(own, run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            "plan my_net:make --budget 1000",
-            "No plan fits 1000 B: at least ",
-        ),
+        ("plan my_net:make --budget 1000", "No plan fits 1000 B: at least "),
         ("plan my_net:make --budget lots", "A budget is bytes, a size such as '8GiB', a share such as '60%', or 'auto'. "),
         ("plan my_net:make --budget 1GiB --batch 4", "my_net:make makes its own batch. Received: --batch 4. Leave it out."),
         ("plan my_net:make --budget 1GiB --meta --dtype bfloat16", "--dtype, --meta: for models of the zoo."),

@@ -35,11 +35,7 @@ VIT = [Layer(64, 4) for _ in range(6)]
 
 
 def mvit(fuse, v2):
-    return [
-        Layer(32, 1, 2, v2=v2),
-        Layer(64, 2, 1, wider=True, fuse=fuse, v2=v2),
-        *[Layer(64, 2, 1, v2=v2) for _ in range(3)],
-    ]
+    return [Layer(32, 1, 2, v2=v2), Layer(64, 2, 1, wider=True, fuse=fuse, v2=v2), *[Layer(64, 2, 1, v2=v2) for _ in range(3)]]
 
 
 def draw(source, name):

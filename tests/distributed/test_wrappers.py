@@ -22,10 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import revzoo
 from revzoo.errors import RecoveryError
 
-OVERRIDES = {
-    "rev_vit_digits": ["stages.0.depth=2"],
-    "revnet_digits": ["stages.1.depth=1", "stages.2.depth=1"],
-}
+OVERRIDES = {"rev_vit_digits": ["stages.0.depth=2"], "revnet_digits": ["stages.1.depth=1", "stages.2.depth=1"]}
 DDP = {"DDP": {}, "DDP static": {"static_graph": True}, "DDP unused": {"find_unused_parameters": True}}
 DDP |= {"DDP compiled": {}}
 HALVES = (slice(0, 2), slice(2, 4))

@@ -46,13 +46,7 @@ def test_changes_in_place_join_what_they_change(capture: Callable[..., Any]):
     atoms = split(capture, Block(), torch.randn(3, 4))
     assert [
         [node.target if isinstance(node.target, str) else node.target.__name__ for node in atom.nodes] for atom in atoms
-    ] == [
-        ["linear"],
-        ["add_"],
-        ["batch_norm", "iadd", "relu_"],
-        ["linear"],
-        ["dropout"],
-    ]
+    ] == [["linear"], ["add_"], ["batch_norm", "iadd", "relu_"], ["linear"], ["dropout"]]
     assert [atom.name for atom in atoms] == ["fc.0 (linear)", "norms.first (add_)", "relu_", "fc.1 (linear)", "dropout"]
     assert [atom.is_repeatable for atom in atoms] == [True, False, True, True, True]
     assert [atom.draws for atom in atoms] == [False, False, False, False, True]

@@ -45,10 +45,7 @@ EXPANDED = {
     "no mask": (lambda: Attention(dropout_p=0.2, scale=0.3), [*PRODUCT, *REST]),
     "mask that is added": (lambda: Attention(BAND, dropout_p=0.2), [*PRODUCT, "add", *REST]),
     "mask of truth values": (lambda: Attention(BAND.bool(), dropout_p=0.2), ["convert_mask", *PRODUCT, "add", *REST]),
-    "causal": (
-        lambda: Attention(dropout_p=0.2, is_causal=True),
-        ["multiply", "make_causal_mask", *PRODUCT[1:], "add", *REST],
-    ),
+    "causal": (lambda: Attention(dropout_p=0.2, is_causal=True), ["multiply", "make_causal_mask", *PRODUCT[1:], "add", *REST]),
     "fused, mask and groups of queries": (
         lambda: Attention(BAND.bool(), groups=2, enable_gqa=True, scale=0.3),
         ["convert_mask", "scaled_dot_product_attention"],

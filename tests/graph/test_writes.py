@@ -105,9 +105,7 @@ class Halving(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "share",
-    [lambda t: (t[:16], t[1:17]), lambda t: (t, torch.from_numpy(t.numpy()))],
-    ids=["views", "numpy"],
+    "share", [lambda t: (t[:16], t[1:17]), lambda t: (t, torch.from_numpy(t.numpy()))], ids=["views", "numpy"]
 )
 @pytest.mark.parametrize("planned_with", ["shared", "separate"])
 @pytest.mark.filterwarnings("ignore:A call of Halving differs")

@@ -68,11 +68,7 @@ STAGES = {"stages.0.blocks": (0, 2), "stages.1.blocks": (1, 4), "stages.2.blocks
 
 @pytest.mark.parametrize(
     ("make", "spans"),
-    [
-        (of_another_class, STAGES),
-        (with_a_projection, STAGES),
-        (in_one_list, {"[0:2]": (0, 2), "[3:6]": (3, 6)}),
-    ],
+    [(of_another_class, STAGES), (with_a_projection, STAGES), (in_one_list, {"[0:2]": (0, 2), "[3:6]": (3, 6)})],
 )
 @pytest.mark.parametrize("batch", [None, X])
 def test_the_first_block_of_a_stage_stays_ordinary_and_the_rest_of_all_stages_are_chains(make, spans, batch):

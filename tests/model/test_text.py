@@ -125,10 +125,7 @@ def test_exact_gradients_of_padded_texts_are_bit_identical(gradients):
 
 @pytest.mark.parametrize(
     ("name", "overrides", "parameters"),
-    [
-        ("rev_roberta_base_mlm", POST, 124_697_433),
-        ("rev_roberta_base", ["head.outputs=3"], 124_648_706 + 769),
-    ],
+    [("rev_roberta_base_mlm", POST, 124_697_433), ("rev_roberta_base", ["head.outputs=3"], 124_648_706 + 769)],
 )
 def test_parameters_are_as_many_as_in_transformers(name, overrides, parameters):
     model = revzoo.create(name, overrides=overrides, device="meta")

@@ -5,10 +5,7 @@ import torch
 import transformers
 from torch import nn
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertLayer, BertPooler
-from transformers.models.roberta.modeling_roberta import (
-    RobertaEmbeddings,
-    RobertaLayer,
-)
+from transformers.models.roberta.modeling_roberta import RobertaEmbeddings, RobertaLayer
 
 import revzoo
 from revzoo.errors import InputError

@@ -14,15 +14,7 @@ from revzoo.planning.budget import free_bytes, parse_budget
 
 @pytest.mark.parametrize(
     ("given", "size"),
-    [
-        (1, 1),
-        ("123B", 123),
-        ("1e9", 10**9),
-        ("8GiB", 8 * 2**30),
-        ("1.5MiB", 3 * 2**19),
-        ("2KiB", 2048),
-        ("2.5MB", 2_500_000),
-    ],
+    [(1, 1), ("123B", 123), ("1e9", 10**9), ("8GiB", 8 * 2**30), ("1.5MiB", 3 * 2**19), ("2KiB", 2048), ("2.5MB", 2_500_000)],
 )
 def test_sizes(given, size):
     assert parse_budget(given, "cpu") == size

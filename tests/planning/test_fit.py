@@ -6,11 +6,7 @@ from revzoo.errors import BudgetError
 from revzoo.planning import budget
 from revzoo.planning.fit import find_largest, require_fit
 
-COUNTS = [
-    lambda n: 100 + 7 * n,
-    lambda n: max(500 + n, 10 * n, 40 * n - 3000),
-    lambda n: max(300, 4 * n),
-]
+COUNTS = [lambda n: 100 + 7 * n, lambda n: max(500 + n, 10 * n, 40 * n - 3000), lambda n: max(300, 4 * n)]
 
 
 @pytest.mark.parametrize("count", COUNTS)

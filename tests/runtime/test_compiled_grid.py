@@ -10,9 +10,7 @@ from revzoo.runtime.coupling import Coupling, dual_residual, leapfrog, momentum
 from revzoo.runtime.exact import Grid
 from tests.runtime.test_compile import needs_compiler
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")]
 
 
 def compile_with(backend: str):

@@ -116,12 +116,7 @@ class Linear(nn.Module):
         return self.second(self.first(w).sigmoid())
 
 
-ORDER = {
-    1: "r1 g1",
-    2: "r2 r1 g2 g1",
-    5: "r5 r4 g5 r3 g4 r2 g3 r1 g2 g1",
-    6: "r6 r5 g6 r4 g5 r3 g4 r2 g3 r1 g2 g1",
-}
+ORDER = {1: "r1 g1", 2: "r2 r1 g2 g1", 5: "r5 r4 g5 r3 g4 r2 g3 r1 g2 g1", 6: "r6 r5 g6 r4 g5 r3 g4 r2 g3 r1 g2 g1"}
 
 
 @pytest.mark.parametrize("modes", ["invert", "recompute", "selective"])

@@ -51,11 +51,7 @@ def seed():
     random.seed(1)  # its first two numbers are far apart
 
 
-COUPLINGS = {
-    "additive": {},
-    "exact": {"exact": True},
-    "kept bits": {"coupling": momentum(kept_bits=3, gain=1.0)},
-}
+COUPLINGS = {"additive": {}, "exact": {"exact": True}, "kept bits": {"coupling": momentum(kept_bits=3, gain=1.0)}}
 
 
 def run(chain: ReversibleChain, between: Callable[[], None] = lambda: None) -> list[Tensor]:

@@ -146,12 +146,7 @@ def test_digest_is_of_the_architecture_alone(write):
     assert load_spec(write(child, "child.yaml")).digest == digest
 
     others = ["family=f", "input.size=[32, 33]", "block.drop_path.max=0.2", "stages.1.f.heads=2", "head.outputs=11"]
-    others += [
-        "block.coupling={type: momentum, m: 0.9}",
-        "init={type: normal, std: 1}",
-        "stages.0.g=null",
-        "split=halves",
-    ]
+    others += ["block.coupling={type: momentum, m: 0.9}", "init={type: normal, std: 1}", "stages.0.g=null", "split=halves"]
     assert len({digest, *(load_spec("toy.yaml", [other]).digest for other in others)}) == len(others) + 1
 
     whole, same = (load_spec("toy.yaml", [f"block.g={{type: mlp, gain: {gain}}}"]) for gain in ("2", "2.0"))

@@ -213,12 +213,7 @@ def edit(folder: Path, setting: dict[str, object], **changes: object) -> None:
 @pytest.mark.parametrize(
     ("setting", "changes", "override", "reason"),
     [
-        (
-            {"batch": ["[160, 1, 8, 8] float32"]},
-            {},
-            "train.seed=0",
-            r"batch: \[160, .* the plan, \[320, .* now\)\. Put back",
-        ),
+        ({"batch": ["[160, 1, 8, 8] float32"]}, {}, "train.seed=0", r"batch: \[160, .* the plan, \[320, .* now\)\. Put back"),
         ({}, {}, "memory.budget=2500KiB", r"budget: 3\.0 MiB in the plan, 2\.4 MiB now"),
         ({}, {"schedule": ["store"] * 5, "peak_bytes": 1}, "train.seed=0", r"peak: 1 B in the plan, .* is above the budget"),
     ],

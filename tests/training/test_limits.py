@@ -85,10 +85,7 @@ def test_a_smoke_run_leaves_nothing(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("overrides", "note"),
     [
-        (
-            ["train.max_updates=3", "schedule.sched=linear"],
-            "warmup_epochs=1 lasts 3 of the 3 updates, which learn little",
-        ),
+        (["train.max_updates=3", "schedule.sched=linear"], "warmup_epochs=1 lasts 3 of the 3 updates, which learn little"),
         (["train.epochs=12", "schedule.warmup_epochs=7"], "in a run this short use schedule.warmup_epochs=1"),
         (["train.epochs=2", "schedule.warmup_epochs=1"], None),
     ],

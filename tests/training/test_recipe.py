@@ -10,10 +10,7 @@ from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
 from tests.training.runs import make_recipe
 
-NEEDED = {
-    "finetune": ["data.root=images", "model=rev_vit_digits"],
-    "texts": ["data.root=table.csv"],
-}
+NEEDED = {"finetune": ["data.root=images", "model=rev_vit_digits"], "texts": ["data.root=table.csv"]}
 
 
 def test_every_recipe():
@@ -181,12 +178,7 @@ def test_unknown_recipe():
 
 
 def test_settings_without_effect_are_named():
-    idle = [
-        "optimizer.momentum=0.9",
-        "data.root=/images",
-        "data.augment.hflip=0.1",
-        "schedule.sched=constant",
-    ]
+    idle = ["optimizer.momentum=0.9", "data.root=/images", "data.augment.hflip=0.1", "schedule.sched=constant"]
     assert find_ineffective_settings(make_recipe(*idle)) == [
         "data.root has no effect with digits",
         "data.augment has no effect with digits",

@@ -65,8 +65,7 @@ def test_a_state_of_another_model(finished, copied):
     (copied / "spec.yaml").write_text(revzoo.load_spec(copied, ["stages.0.depth=2"]).to_yaml())
     run = build_run(load_recipe(finished), copied, resumed=True)
     with pytest.raises(
-        CheckpointError,
-        match=rf"{STATE} cannot be used \(The state does not fit the model: .*stages.0.blocks.1",
+        CheckpointError, match=rf"{STATE} cannot be used \(The state does not fit the model: .*stages.0.blocks.1"
     ):
         load_state(run)
 

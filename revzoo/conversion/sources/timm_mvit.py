@@ -161,8 +161,7 @@ class TimmMViT(TimmSource):
             theirs = {**_describe_attention(block), "ratio": _describe_mlp(block)["ratio"]}
             ours = {**attention, "ratio": transition["mlp_ratio"]}
             self._require_same(
-                "blocks of a transition",
-                [{k: a[k] for k in ours if k not in ("heads", "kv_stride")} for a in (ours, theirs)],
+                "blocks of a transition", [{k: a[k] for k in ours if k not in ("heads", "kv_stride")} for a in (ours, theirs)]
             )
             transition |= {"widening_heads": theirs["heads"], "widening_kv_stride": theirs["kv_stride"]}
         return {**built, "transition": transition}

@@ -10,13 +10,7 @@ from revzoo.bijection import SpaceToDepth
 from revzoo.bounds import NonNegativeFloat, PositiveFloat, PositiveInt, Rate, UnitInterval
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext
-from revzoo.parts.layers.convolution import (
-    PreactivatedBlock,
-    ResNetUnit,
-    UnitLayout,
-    build_preactivated_unit,
-    list_unit_layers,
-)
+from revzoo.parts.layers.convolution import PreactivatedBlock, ResNetUnit, UnitLayout, build_preactivated_unit, list_unit_layers
 from revzoo.parts.layers.drop_path import DropPath
 from revzoo.registry import branches
 
@@ -152,12 +146,7 @@ class LayerwiseUnit(nn.Sequential):
     """
 
     def __init__(
-        self,
-        context: BuildContext,
-        *,
-        units: PositiveInt = 1,
-        slope: PositiveFloat = 0.2,
-        eps_i: NonNegativeFloat = 0.1,
+        self, context: BuildContext, *, units: PositiveInt = 1, slope: PositiveFloat = 0.2, eps_i: NonNegativeFloat = 0.1
     ):
         context.require_kind("image", "layerwise_unit")
         if context.width % 2:

@@ -143,13 +143,7 @@ class DecoderBlock(nn.Module):
     ):
         super().__init__()
         self.attention = CausalAttention(
-            context,
-            heads=heads,
-            kv_heads=kv_heads,
-            rotary_base=rotary_base,
-            rotary_factor=rotary_factor,
-            norm=norm,
-            bias=bias,
+            context, heads=heads, kv_heads=kv_heads, rotary_base=rotary_base, rotary_factor=rotary_factor, norm=norm, bias=bias
         )
         self.mlp = MlpBranch(context, ratio=ratio, act=act, norm=norm, gated=gated, bias=bias)
 

@@ -135,12 +135,7 @@ class DownsamplingBlock(ResidualBlock):
     _part = "downsampling_block"
 
     def __init__(
-        self,
-        context: BuildContext,
-        *,
-        layout: UnitLayout = "basic",
-        stride: PositiveInt = 2,
-        momentum: UnitInterval = 0.1,
+        self, context: BuildContext, *, layout: UnitLayout = "basic", stride: PositiveInt = 2, momentum: UnitInterval = 0.1
     ):
         super().__init__(context, layout=layout, stride=stride, momentum=momentum)
 

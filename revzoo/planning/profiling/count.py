@@ -31,12 +31,7 @@ _ALTERNATING = ((Mode.INVERT, Mode.RECOMPUTE), (Mode.RECOMPUTE, Mode.INVERT))
 
 
 def count(
-    model: nn.Module,
-    batch: Any,
-    loss: LossFunction | None = None,
-    other_bytes: int = 0,
-    *,
-    update_bytes: int = 0,
+    model: nn.Module, batch: Any, loss: LossFunction | None = None, other_bytes: int = 0, *, update_bytes: int = 0
 ) -> Problem:
     """Return the bytes and FLOPs of every unit in every mode, counted without running the model.
 

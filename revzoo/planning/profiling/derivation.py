@@ -143,9 +143,7 @@ class _Context:
 
 
 def _list_contexts(
-    traced: Trace,
-    numbers: Mapping[int, int],
-    kept_states: Mapping[Mode, Sequence[tuple[int, ...]]],
+    traced: Trace, numbers: Mapping[int, int], kept_states: Mapping[Mode, Sequence[tuple[int, ...]]]
 ) -> Iterator[_Context]:
     """Yield the context of every unit."""
     storages: dict[int, set[int]] = {}

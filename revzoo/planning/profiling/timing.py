@@ -61,11 +61,7 @@ class Timing:
 
 
 def measure_step_seconds(
-    model: nn.Module,
-    batch: Any,
-    modes: Sequence[Mode],
-    loss: LossFunction | None = None,
-    lookahead: LookaheadOption = 0,
+    model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunction | None = None, lookahead: LookaheadOption = 0
 ) -> Median:
     """Run training steps with a schedule; return the median of their times, forward and backward.
 
@@ -186,11 +182,7 @@ def _draw_fitting_schedules(
 
 
 def _draw_schedules(
-    entries: Sequence[LayoutEntry],
-    groups: Sequence[Any],
-    rng: random.Random,
-    chosen: Container[Any],
-    most: int,
+    entries: Sequence[LayoutEntry], groups: Sequence[Any], rng: random.Random, chosen: Container[Any], most: int
 ) -> Iterator[list[Mode]]:
     """Yield schedules in which the first `most` units of each chosen group have every mode once, and all others keep least."""
     menus = [list(entry.modes) for entry in entries]
@@ -213,11 +205,7 @@ def _warm_up(stack: ExitStack, model: nn.Module, *step: Any) -> None:
 
 
 def _time_step(
-    model: nn.Module,
-    batch: Any,
-    modes: Sequence[Mode],
-    loss: LossFunction | None,
-    lookahead: LookaheadOption = 0,
+    model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunction | None, lookahead: LookaheadOption = 0
 ) -> tuple[float, list[float], list[float]]:
     """Run a training step; return the seconds of all of it, of each unit's forward, and of each unit's backward."""
     assign_schedule(model, modes, lookahead)

@@ -149,13 +149,7 @@ def trace(
     assign_schedule(model, modes, lookahead)
     traced, flops, live = Trace([Mode(mode) for mode in modes]), FlopCounter(), LiveBytes()
     recorder = _Recorder(traced, flops, live, list_units(model))
-    with (
-        flops,
-        live,
-        StepHooks(model, recorder) as hooks,
-        observe_inversions(recorder.note_inversion),
-        recorder.saving,
-    ):
+    with flops, live, StepHooks(model, recorder) as hooks, observe_inversions(recorder.note_inversion), recorder.saving:
         fixed = live.watch([*model.parameters(), *model.buffers()]) | live.watch(batch)
         hooks.enter_forward()
         outputs = call(model, batch)

@@ -112,11 +112,7 @@ def _keep_what_is_left(problem: Problem) -> Problem:
         return replace(option, kept_bytes=option.kept_bytes + option.left_bytes, left_bytes=0)
 
     units = (
-        replace(
-            unit,
-            options=tuple(map(keep, unit.options)),
-            first=None if unit.first is None else keep(unit.first),
-        )
+        replace(unit, options=tuple(map(keep, unit.options)), first=None if unit.first is None else keep(unit.first))
         for unit in problem.units
     )
     return replace(problem, units=tuple(units))
