@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from layer_alpha import measure_alpha
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
@@ -41,7 +42,6 @@ from runtime import describe_environment
 from torch import Tensor, nn
 
 import revzoo
-from revzoo.analysis.numerics import measure_alpha
 from revzoo.data.digits import load_digits
 from revzoo.data.options import DataOptions
 from revzoo.display.figures.base import new_figure, save, simplify_axes

@@ -11,7 +11,7 @@ from rich.console import Console
 import revzoo
 from revzoo import list_models
 from revzoo.analysis.counting import report_model
-from revzoo.analysis.numerics import LayerAlpha, NumericsReport, RebuiltState
+from revzoo.analysis.numerics import NumericsReport, RebuiltState
 from revzoo.display.tables.base import DottedName
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.display.tables.model import tabulate_model
@@ -55,7 +55,6 @@ def tables(measured):
     beside = {"all stored": {"peak_bytes": 4 << 20, "seconds": 1.0, "extra_flops": 0}}
     rows = tuple(BatchRow(size, 0.125, None, 0.25, 3 << 30, ("store",)) for size in (16, 1024))
     states = (RebuiltState("stages.10.blocks.17.f", False, 3.0, 1e-12, 7e13),)
-    layers = (LayerAlpha("stages.10.blocks.17.f.layers.0", "BatchNorm2d", 1.5, None),)
     large = replace(report.memory["store"], **dict.fromkeys(("weight_bytes", "after_forward_bytes", "peak_bytes"), 1023 << 20))
     modes = ("store", "selective", "recompute", "invert", "stage_inputs", "twin: vit_base_patch16_224")
     return {
@@ -67,7 +66,7 @@ def tables(measured):
         "predict": tabulate_predictions([make_rows(name) for name in ("golden_retriever", "Indian elephant")]),
         "list": tabulate_zoo(list_models(), json.loads((data_root() / "docs" / "zoo.json").read_text())),
         "recipes": tabulate_recipes({"rev_mvit_b_imagenet": "Rev-MViT-B on ImageNet with the numbers of the authors. " * 3}),
-        "numerics": tabulate_numerics("a title", NumericsReport(states, layers, 1e-5)),
+        "numerics": tabulate_numerics("a title", NumericsReport(states, 1e-5)),
     }
 
 

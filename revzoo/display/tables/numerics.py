@@ -10,7 +10,7 @@ from revzoo.format import format_ratio
 
 
 def tabulate_numerics(title: str, report: NumericsReport) -> RenderableType:
-    """Lay out the signal-to-noise ratio of every rebuilt state, alpha of every layer, and the summary.
+    """Lay out the signal-to-noise ratio of every rebuilt state, and the summary.
 
     Args:
         title: what was measured.
@@ -21,9 +21,4 @@ def tabulate_numerics(title: str, report: NumericsReport) -> RenderableType:
         table = Table(title="Signal-to-noise ratio of rebuilt states, in the order of forward")
         rows = [(DottedName(each.name), format_ratio(each.snr), format_ratio(each.predicted_snr)) for each in report.states]
         tables.append(fill(table, ("before", "measured", "predicted"), rows))
-    if report.layers:
-        table = Table(title="alpha: the factor by which the inverse of a layer changes the signal-to-noise ratio")
-        alphas = [(each, "" if each.formula is None else f"{each.formula:.3g}") for each in report.layers]
-        lines = [(DottedName(each.name), escape(each.kind), f"{each.measured:.3g}", formula) for each, formula in alphas]
-        tables.append(fill(table, ("layer", "", "measured", "formula"), lines))
     return Group(escape(title), *tables, escape(str(report)))
