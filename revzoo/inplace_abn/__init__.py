@@ -1,7 +1,7 @@
-"""BatchNorm and activation as one layer that keeps its output alone: in-place activated BatchNorm (ABN).
+"""BatchNorm and leaky ReLU as one layer that keeps its output alone: in-place activated BatchNorm (ABN).
 
 A BatchNorm keeps its input x for backward, and the convolution after the activation keeps the activation's output y: two
-tensors of one size. Where the activation can be undone, y is enough. From it, backward rebuilds what BatchNorm needs:
+tensors of one size. As leaky ReLU can be undone, y is enough. From it, backward rebuilds what BatchNorm needs:
 
     y = act(z),  z = weight * xhat + bias    =>    z = act^-1(y),  xhat = (z - bias) / weight
 
@@ -9,7 +9,7 @@ So x is freed as soon as nobody else holds it; a convolution does not keep its o
 no tensor is overwritten that somebody else could read.
 
 The function is that of BatchNorm and activation, also where a weight is negative or 0. Where a weight is so small that xhat
-would drown in the rounding of z, or ELU has flattened z, the normalised input of that channel is kept (`function.py`).
+would drown in the rounding of z, the normalised input of that channel is kept (`function.py`).
 To read that would make a GPU wait in every layer, so there an earlier step shows which channels these are (`weak.py`).
 
 Backward takes one new tensor of the size of x, and three temporaries of the size of some channels (`backward.py`). Channels are

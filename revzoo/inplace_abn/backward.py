@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from revzoo.device import can_read_now
-from revzoo.inplace_abn.activation import Activation
 
 _PART = 2**17  # elements: five such tensors nearly stay in a CPU's cache of 2 MiB; of half the size, Python's own time shows
 _MOST_PARTS = 16  # on other devices, where every part starts kernels
@@ -28,7 +28,7 @@ class Backward:
     This is the backward of a BatchNorm with input z, mean `shift` and deviation 1 / `factor`.
 
     Args:
-        activation: act.
+        slope: of act, on its negative side.
         gradient: of y.
         y: the output.
         channels: those whose xhat is kept, in ascending order; it takes the place of z. None: all, if there is an `xhat`.
@@ -39,7 +39,7 @@ class Backward:
         needs_x: whether dx is asked for.
     """
 
-    activation: Activation
+    slope: float
     gradient: Tensor
     y: Tensor
     channels: Tensor | None
@@ -128,14 +128,14 @@ class Backward:
         if self.channels is not None and self.xhat is not None and few.start < few.stop:
             channels, xhat = self.channels[few] - part.start, self.xhat[:, few]
         known = self.shift[part], self.factor[part], self.scale[part], self.needs_x
-        return Backward(self.activation, self.gradient[:, part], self.y[:, part], channels, xhat, *known)
+        return Backward(self.slope, self.gradient[:, part], self.y[:, part], channels, xhat, *known)
 
     def _take_kept(self, channels: Tensor, few: slice) -> "Backward":
         """Return the part for channels that keep xhat, at `few` of all that do: the rest of z is not needed."""
         assert self.xhat is not None
         known = self.shift[channels], self.factor[channels], self.scale[channels], self.needs_x
         kept = self.xhat[:, few]
-        return Backward(self.activation, self.gradient[:, channels], self.y[:, channels], None, kept, *known)
+        return Backward(self.slope, self.gradient[:, channels], self.y[:, channels], None, kept, *known)
 
     def _take_places(self, part: slice) -> "Backward":
         return replace(self, **{name: x[:, :, part] for name in _IMAGES if (x := getattr(self, name)) is not None})
@@ -143,13 +143,13 @@ class Backward:
     def _rebuild(self) -> tuple[Tensor, Tensor]:
         """Return dz, and z in new memory."""
         z = self._rebuild_z()
-        dz = self.activation.differentiate(self.gradient.to(z.dtype), self.y.to(z.dtype))
+        dz = torch.ops.aten.leaky_relu_backward(self.gradient.to(z.dtype), self.y.to(z.dtype), self.slope, True)
         return dz.contiguous(memory_format=read_format(z)), z
 
     def _rebuild_z(self) -> Tensor:
         if self.channels is None and self.xhat is not None:  # of all channels
             return self.xhat.to(self.shift.dtype)
-        z = self.activation.undo(self.y.to(self.shift.dtype))
+        z = F.leaky_relu(self.y.to(self.shift.dtype), 1 / self.slope)
         if self.channels is not None and self.xhat is not None:
             z.index_copy_(1, self.channels, self.xhat.to(z.dtype))
         return z

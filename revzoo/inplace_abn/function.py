@@ -1,15 +1,15 @@
-"""The function: BatchNorm, the activation, and the node in the graph that keeps the output."""
+"""The function: BatchNorm, leaky ReLU, and the node in the graph that keeps the output."""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.errors import InputError
-from revzoo.inplace_abn.activation import Activation
 from revzoo.inplace_abn.backward import Backward, read_format, spread
 from revzoo.inplace_abn.weak import find_least_weight, find_weak_channels
 from revzoo.invertible import refuse_one_value
@@ -47,21 +47,19 @@ def begin_batch(layer: _NormBase) -> tuple[tuple[Tensor | None, Tensor | None], 
 
 
 class InPlaceABNFunction(torch.autograd.Function):
-    """BatchNorm of a batch, then the activation: keeps the output."""
+    """BatchNorm of a batch, then leaky ReLU: keeps the output."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, activation: Activation, layer: _NormBase
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, slope: float, layer: _NormBase) -> Tensor:
         refuse_one_value(x)
         statistics, momentum = begin_batch(layer)
         z, mean, inverse_deviation = torch.native_batch_norm(x, weight, bias, *statistics, True, momentum, layer.eps)
-        channels, xhat = find_weak_channels(layer, activation, z, weight, bias), None
+        channels, xhat = find_weak_channels(layer, z, weight, bias), None
         if channels is not None:
             xhat = x.index_select(1, channels)
             xhat = (xhat - spread(mean[channels], x)) * spread(inverse_deviation[channels], x)
             xhat = xhat.to(x.dtype).contiguous(memory_format=read_format(z))
-        ctx.activation, y = activation, activation(z, inplace=True)
+        ctx.slope, y = slope, F.leaky_relu_(z, slope)
         ctx.save_for_backward(y, weight, bias, inverse_deviation, channels, xhat)
         return y
 
@@ -73,7 +71,6 @@ class InPlaceABNFunction(torch.autograd.Function):
                 "and the activation as two layers."
             )
         (gradient,) = gradients
-        activation = ctx.activation
         y, weight, bias, inverse_deviation, channels, xhat = ctx.saved_tensors
         own_dtype = None if weight is None else weight.dtype
         dtype = torch.promote_types(inverse_deviation.dtype, torch.float32)
@@ -86,7 +83,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         if channels is not None:
             shift, factor = shift.index_fill(0, channels, 0.0), factor.index_fill(0, channels, 1.0)
         scale = weight * inverse_deviation
-        backward = Backward(activation, gradient, y, channels, xhat, shift, factor, scale, ctx.needs_input_grad[0])
+        backward = Backward(ctx.slope, gradient, y, channels, xhat, shift, factor, scale, ctx.needs_input_grad[0])
         dx, dweight, dbias = backward.run()
         of_parameters = (None, None) if own_dtype is None else (dweight.to(own_dtype), dbias.to(own_dtype))
         return dx, *of_parameters, None, None

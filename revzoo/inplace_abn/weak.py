@@ -18,28 +18,22 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from revzoo.device import HostCopy, can_read_now, is_capturing
-from revzoo.inplace_abn.activation import Activation
 
 _TOLERANCE = 1e-4  # of xhat, where the dtype allows it; elsewhere one ulp for half a standard deviation, which sums average out
 _NEAR = 2.0  # a channel of a smaller ratio may be weak in the next step: one update hardly ever halves a weight
 
 
-def find_weak_channels(
-    layer: nn.Module, activation: Activation, z: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> Tensor | None:
+def find_weak_channels(layer: nn.Module, z: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """Return the channels that keep xhat, in ascending order; None if there are none.
 
     Args:
         layer: the BatchNorm.
-        activation: what comes after it.
-        z: the input of the activation, that is the output of BatchNorm.
+        z: its output.
         weight, bias: of BatchNorm.
     """
-    if z.is_meta or isinstance(z, FakeTensor):
-        return None  # no numbers
-    ratios = _compute_ratios(activation, z, weight, bias)
-    if ratios is None:
+    if z.is_meta or isinstance(z, FakeTensor) or weight is None or bias is None:  # without numbers, or weights of 1
         return None
+    ratios = weight.abs() / (find_least_weight(z.dtype) * (1 + bias.abs()))
     if can_read_now(z):
         channels = (ratios < 1).nonzero().flatten()
         return channels if channels.numel() else None
@@ -51,15 +45,6 @@ def find_weak_channels(
 def find_least_weight(dtype: torch.dtype) -> float:
     """Return the least weight that a channel whose output is of size 1 may have without being weak."""
     return max(2 * torch.finfo(dtype).eps, _TOLERANCE)
-
-
-def _compute_ratios(activation: Activation, z: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Return the ratio of each channel, None if no channel can be weak. Shape: (C,)."""
-    ratios = activation.find_ratio(z)
-    if weight is None or bias is None:
-        return ratios
-    of_weight = weight.abs() / (find_least_weight(z.dtype) * (1 + bias.abs()))
-    return of_weight if ratios is None else torch.minimum(of_weight, ratios)
 
 
 class _History:
