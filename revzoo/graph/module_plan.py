@@ -258,9 +258,8 @@ class _PlannedCall:
 
     def __init__(self, module: nn.Module, plans: Sequence[GraphPlan], setting: Setting):
         self._module, self._plans, self._setting = module, plans, setting
-        self._captured = CompiledCall(
-            module, partial(_PlannedCall._take, cast(_PlannedCall, proxy(self))), follows_numbers=True
-        )
+        take = partial(_PlannedCall._take, cast(_PlannedCall, proxy(self)))
+        self._captured = CompiledCall(module, take, follows_numbers=True)
         self._thread = local()
         self._num_variants, self._drops_numbers = 0, False
         self._warned = set[str]()  # of what
@@ -339,8 +338,7 @@ class _PlannedCall:
                     self._warn_of_difference()
                 return SpannedGraph(graph, spans) if plan.ends else graph.forward
         if self._captured.has_numbers:  # they are part of it; the next call has constants
-            self._captured.backend.numbers = None
-            self._drops_numbers = True
+            self._captured.backend.numbers, self._drops_numbers = None, True
         elif torch.is_grad_enabled():
             self._warn_of_difference()
         with _disable_current_modes():  # one that counts what the step allocates would count this, too

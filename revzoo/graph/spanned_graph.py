@@ -57,9 +57,7 @@ class SpannedGraph:
         self.bind, self.calls = prepare_inputs(graph), prepare_calls(graph, spans.atoms)
         self.written = list_written(spans.atoms)
         self.placeholders = graph.graph.find_nodes(op="placeholder")
-        self.shared: SharedInputs | None = (
-            None  # which inputs lie in one memory that is written to; another call may have others
-        )
+        self.shared: SharedInputs | None = None  # which inputs lie in one memory that is written to, in the first call
         self.starts = self._list_starts()
         places = [place[node] for atom in spans.atoms for node in atom.nodes]
         self.places = [] if places == sorted(places) else places  # in the graph, of calls that run in another order

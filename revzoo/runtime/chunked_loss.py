@@ -9,7 +9,7 @@ N tokens that count, D channels, V outputs of the head.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from revzoo.runtime.ownership import is_held_alone
 from revzoo.sharded import is_sharded
 
 Head = Callable[[Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
 Reduction = Literal["mean", "sum", "none"]
 
 CHUNK_BYTES = 256 * 2**20  # at most
@@ -41,7 +42,7 @@ def chunked_loss(
     hidden: Tensor,
     labels: Tensor,
     *,
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    loss: Loss | None = None,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -74,33 +75,32 @@ def chunked_loss(
     Source: Liger (arXiv:2410.10989) computes gradients in forward, too; Cut Cross-Entropy (arXiv:2411.09009).
     """
     _require(head, hidden, labels, reduction, chunk)
-    return compute_in_chunks(head, hidden, labels, None, loss, reduction, ignore_index, label_smoothing, z_loss, chunk)
+    if loss is None:
+        loss = partial(cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss)
+    elif label_smoothing or z_loss:
+        raise InputError("label_smoothing and z_loss belong to the cross-entropy. Received: a loss too. Put them into it.")
+    return compute_in_chunks(head, hidden, labels, loss, reduction, ignore_index, chunk)
 
 
 def compute_in_chunks(
     head: Head,
     hidden: Tensor,
     labels: Tensor,
+    loss: Loss,
+    reduction: str,
+    ignore_index: int,
+    chunk: int | None,
     places: Tensor | None = None,
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-    reduction: Reduction = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    chunk: int | None = None,
     width: int = 0,
 ) -> Tensor:
     """Do as `chunked_loss` for labels of tokens in any places.
 
     Args:
+        loss: of (n, V) logits and (n,) labels, a number for each token (n,).
         places: which of the hidden states belongs to each label, counted through all of them, of the labels' shape. None: they
             are in one order.
         width: outputs of the head; 0 where that is not known.
     """
-    if loss is None:
-        loss = partial(_cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss)
-    elif label_smoothing or z_loss:
-        raise InputError("label_smoothing and z_loss belong to the cross-entropy. Received: a loss too. Put them into it.")
     targets = labels.flatten()
     places = torch.arange(len(targets), device=hidden.device) if places is None else places.flatten()
     counts, kept = targets != ignore_index, None
@@ -276,7 +276,8 @@ class _Known(torch.autograd.Function):
         return (None, None, *sums, *[None] * len(sums))
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float, z_loss: float) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+    """Return the cross-entropy of each token, (n,), in float32 at least."""
     if logits.dtype in HALF:
         logits = logits.float()
     losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
@@ -289,7 +290,7 @@ def _require(head: Any, hidden: Tensor, labels: Tensor, reduction: str, chunk: A
             "Every token has hidden states (..., D) and a label (...). Received: "
             f"{tuple(hidden.shape)} and {tuple(labels.shape)}. Shift both before: hidden[:, :-1] and labels[:, 1:]."
         )
-    if reduction not in ("mean", "sum", "none"):
+    if reduction not in get_args(Reduction):
         raise InputError(f"reduction is 'mean', 'sum' or 'none'. Received: {reduction!r}.")
     require_chunk(chunk)
     refuse_sharded(hidden, *(head.parameters() if isinstance(head, nn.Module) else ()))

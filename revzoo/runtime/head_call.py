@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from revzoo.device import has_value
@@ -78,16 +78,15 @@ class HeadCall:
                 for b, before in buffers:
                     b.copy_(before)
             raise InputError(f"A head in chunks runs several times. Received: {name}, which changes its {changed!r}. {_UNDO}")
-        if reason := self._find_mixing():
+        if reason := self._find_mixing(hidden):
             raise InputError(f"A head in chunks takes each token for itself. Received: {name}: {reason}. {_UNDO}")
         self.inputs = [self._hidden, *(leaf for leaf in find_leaves(self.sample) if leaf is not none)]
 
-    def _find_mixing(self) -> str | None:
-        hidden, inventory = self._hidden, self._conditions.inventory
-        rows = hidden.detach().flatten(0, -2)[:_TRIED] if hidden is not None else None
-        if rows is None or len(rows) < 2:
+    def _find_mixing(self, hidden: Tensor) -> str | None:
+        rows = hidden.detach().flatten(0, -2)[:_TRIED]
+        if len(rows) < 2:
             return None
-        return find_mixing(lambda x, _: self.head(x), inventory, rows, 0, len(rows) // 2)
+        return find_mixing(lambda x, _: self.head(x), self._conditions.inventory, rows, 0, len(rows) // 2)
 
     def head(self, x: Tensor) -> Tensor:
         """Return the logits (n, V) of hidden states (n, D), with the attributes that the head had when it was called."""
@@ -105,7 +104,7 @@ class HeadCall:
             InputError: something has changed since the call that cannot be put back, or backward has passed.
         """
         differentiates = torch.is_grad_enabled() and logits.requires_grad
-        with self._as_at_call() as hidden, saved_tensors_hooks(_return, _return), torch.set_grad_enabled(differentiates):
+        with self._as_at_call() as hidden, no_hooks(), torch.set_grad_enabled(differentiates):
             inputs = [x for x in (*self.inputs, *inputs) if x.requires_grad]
             edges = list(map(get_gradient_edge, inputs))  # which do not depend on what is frozen later
             result = function(hidden)
@@ -293,7 +292,3 @@ def refuse(what: str) -> InputError:
         "chunk_loss_ leaves the logits out, of which only the cross-entropy is needed. Received: a request for their numbers "
         f"by {what}. {_UNDO}"
     )
-
-
-def _return(x: Tensor) -> Tensor:
-    return x

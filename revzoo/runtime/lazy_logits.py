@@ -12,7 +12,8 @@ network would. Anything else gets the whole logits, with a warning that names it
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._python_dispatch import _disable_current_modes
 
-from revzoo.runtime.chunked_loss import Head, compute_in_chunks
+from revzoo.runtime.chunked_loss import Head, Reduction, compute_in_chunks, cross_entropy
 from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.head_call import HeadCall, Node, refuse
 from revzoo.runtime.nested import map_tensors, tensors_in
@@ -32,21 +33,9 @@ _FOR_EACH_TOKEN = {
 }
 _CASTING = {"float", "double", "half", "bfloat16", "to", "type", "type_as"}  # which may return what they are given
 _ARRANGING = {
-    *(
-        "view",
-        "view_as",
-        "reshape",
-        "reshape_as",
-        "flatten",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-        "contiguous",
-        "detach",
-        "data",
-    ),
+    *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"),
     *("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "T", "mT", "narrow", "select", "__getitem__"),
-    *("chunk", "split", "tensor_split", "unbind", "expand", "expand_as"),
+    *("chunk", "split", "tensor_split", "unbind", "expand", "expand_as", "detach", "data"),
 }
 # What needs no numbers.
 _NATIVE = {
@@ -225,17 +214,16 @@ def _compute_loss(
     if unknown or not isinstance(logits, LazyLogits) or not isinstance(target, Tensor) or target.is_floating_point():
         return None
     found, memory = logits.find_tokens(), logits._memory
-    if found is None or any(x is not None for x in (weight, size_average, reduce)):
+    if found is None or reduction not in get_args(Reduction) or any(x is not None for x in (weight, size_average, reduce)):
         return None
     dim, tokens = found
     if dim != min(1, logits.dim() - 1) or target.shape != tokens.shape:
         return None
-    options: Any = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    loss = partial(cross_entropy, label_smoothing=label_smoothing)
 
     def compute(hidden: Tensor) -> Tensor:
-        given = memory.head, hidden, target, tokens
-        losses = compute_in_chunks(*given, **options, chunk=memory.call.chunk, width=memory.sample.shape[-1])
-        return losses.to(memory.sample.dtype)
+        options = reduction, ignore_index, memory.call.chunk, tokens, memory.sample.shape[-1]
+        return compute_in_chunks(memory.head, hidden, target, loss, *options).to(memory.sample.dtype)
 
     return memory.call.compute(logits, compute, memory.inputs)
 
