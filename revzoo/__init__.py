@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from revzoo.graph import ModulePlan as ModulePlan
     from revzoo.graph import reforward as reforward
     from revzoo.graph import release as release
+    from revzoo.in_place.chunk_loss import ChunkReport as ChunkReport
     from revzoo.in_place.chunk_loss import chunk_loss_ as chunk_loss_
     from revzoo.in_place.reversible import ReversibleReport as ReversibleReport
     from revzoo.in_place.reversible import ordinary_ as ordinary_
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 
 # Public names, and the modules that define them. Each is imported on first use: listing models does not import torch.
 _HOMES = {
+    "ChunkReport": "revzoo.in_place.chunk_loss",
     "ConvertReport": "revzoo.conversion.report",
     "Fits": "revzoo.planning.card",
     "MemoryReport": "revzoo.analysis.report",

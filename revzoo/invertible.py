@@ -141,9 +141,6 @@ class InvertibleBatchNorm2d(_NormBase):
         )
         return y, mean, inverse_deviation
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        pass
-
 
 def refuse_one_value(x: Tensor) -> None:
     """Raise InputError if a BatchNorm in training has one value per channel, whose variance is 0."""

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from revzoo.block_steps.head_groups import HeadGroup, can_be_cut, count_groups, 
 from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.runtime.independence import describe_code, on_trial, randomize
-from revzoo.runtime.inventory import Inventory
+from revzoo.runtime.inventory import Inventory, take_inventory
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.ownership import ModuleReference
 
@@ -102,11 +101,11 @@ class BranchStep(BlockStep):
         block, attention = self.block, self.block.get_submodule(self.branch.parts[0])
         if not can_be_cut(attention):
             return 1
-        tried = _tried.get(attention)
         if not has_value(state):  # where nothing is computed, parameters are others for a while
             return self.branch.groups
-        if tried is not None and tried.inventory.has_same_entries() and tried.code == describe_code(tried.inventory.modules):
-            return tried.groups
+        tested, key = _find_tested(attention)
+        if key in tested:
+            return tested[key][0]
 
         def run(x: Tensor) -> Any:
             positional, keywords = put_state(x, arguments.key, arguments.positional, arguments.keywords)
@@ -116,7 +115,7 @@ class BranchStep(BlockStep):
         with on_trial(whole, state.device):
             randomize(whole.modules)
             count = try_groups(block, self.branch, self.name, run, torch.randn_like(state, dtype=arguments.dtype))
-        note_groups(attention, count)
+        tested[key] = count, None
         return count
 
     def forward(self, state: Tensor, arguments: Arguments) -> Tensor:
@@ -134,21 +133,15 @@ class BranchStep(BlockStep):
         return out if group is None else cast(Tensor, scope.state)
 
 
-class _Tried(NamedTuple):
-    """What an attention held when its groups were tried, what its code was, and their number."""
-
-    inventory: Inventory
-    code: tuple[Any, ...]
-    groups: int
-
-
-_tried: WeakKeyDictionary[nn.Module, _Tried] = WeakKeyDictionary()
-
-
 def note_groups(attention: nn.Module, groups: int) -> None:
     """Note that the heads of an attention can be put into groups, as long as nothing in it is exchanged."""
-    inventory = Inventory(attention)
-    _tried[attention] = _Tried(inventory, describe_code(inventory.modules), groups)
+    tested, key = _find_tested(attention)
+    tested[key] = groups, None
+
+
+def _find_tested(attention: nn.Module) -> tuple[dict[Any, tuple[int, str | None]], Any]:
+    inventory = take_inventory(attention)
+    return inventory.tested, ("groups", describe_code(inventory.modules))
 
 
 def try_groups(block: nn.Module, branch: Branch, name: str, run: Callable[[Tensor], Any], x: Tensor) -> int:

@@ -32,8 +32,11 @@ def describe_setting(chain: BlockChain) -> dict[str, Any]:
 
 def find_saved_grid(model: nn.Module, path: str, coupling: Coupling) -> StateGrid | None:
     """Return the grid with which a network of Transformers was saved, if its blocks had this coupling."""
-    saved = (getattr(getattr(model, "config", None), _KEY, None) or {}).get(path)
-    return None if saved is None else _read_grid(saved, coupling, path)
+    settings = getattr(getattr(model, "config", None), _KEY, None) or {}
+    for each, saved in settings.items():  # a wrapper, such as peft's, has longer paths
+        if f".{each}".endswith(f".{path}") or f".{path}".endswith(f".{each}"):
+            return _read_grid(saved, coupling, path)
+    return None
 
 
 def keep_setting(model: nn.Module, chains: Iterable[BlockChain]) -> None:
@@ -42,9 +45,13 @@ def keep_setting(model: nn.Module, chains: Iterable[BlockChain]) -> None:
     for chain in chains:
         owner: Any = chain.owner
         owner._register_state_dict_hook(partial(_save, chain))
-        owner._register_load_state_dict_pre_hook(partial(_load, chain))
-        if hasattr(config, "to_json_string"):
-            setattr(config, _KEY, getattr(config, _KEY, {}) | {chain.path: describe_setting(chain)})
+        owner._register_load_state_dict_pre_hook(partial(_load, chain, config))
+        _note(chain, config)
+
+
+def _note(chain: BlockChain, config: Any) -> None:
+    if hasattr(config, "to_json_string"):
+        setattr(config, _KEY, (getattr(config, _KEY, None) or {}) | {chain.path: describe_setting(chain)})
 
 
 def drop_setting(model: nn.Module, chains: Iterable[BlockChain]) -> None:
@@ -55,23 +62,24 @@ def drop_setting(model: nn.Module, chains: Iterable[BlockChain]) -> None:
             for key, hook in list(hooks.items()):
                 if getattr(getattr(hook, "hook", hook), "args", ())[:1] == (chain,):
                     del hooks[key]
-    config = getattr(model, "config", None)
-    if hasattr(config, _KEY):
-        delattr(config, _KEY)
+    config: Any = getattr(model, "config", None)
+    if (settings := getattr(config, _KEY, None)) is not None:
+        for chain in chains:
+            settings.pop(chain.path, None)
+        if not settings:
+            delattr(config, _KEY)
 
 
 def _save(chain: BlockChain, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
-    metadata[_KEY] = metadata.get(_KEY, {}) | {_name(chain): describe_setting(chain)}
+    name = chain.path.rpartition(".")[2]  # in its owner, which a wrapper does not change
+    metadata[_KEY] = metadata.get(_KEY, {}) | {name: describe_setting(chain)}
 
 
-def _load(chain: BlockChain, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    saved = metadata.get(_KEY, {}).get(_name(chain))
+def _load(chain: BlockChain, config: Any, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    saved = metadata.get(_KEY, {}).get(chain.path.rpartition(".")[2])
     if saved is not None and (grid := _read_grid(saved, chain.coupling, chain.path)) is not None:
         chain.set_grid(grid)
-
-
-def _name(chain: BlockChain) -> str:
-    return chain.path.rpartition(".")[2]  # in its owner, which a wrapper does not change
+        _note(chain, config)
 
 
 def _read_grid(saved: dict[str, Any], coupling: Coupling, path: str) -> StateGrid | None:

@@ -11,7 +11,6 @@ from revzoo.hub import HUB_PREFIX, TIMM_PREFIX, is_foreign
 from revzoo.spec.loading import find_spec_file
 from revzoo.spec.names import ALIKE, model_files
 from revzoo.spec.outline import check_names
-from revzoo.training.recipe_check import list_if_unknown
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -95,8 +94,10 @@ def declare_model(
 
 
 def require_optimizer(name: str) -> str:
-    """Return timm's name of an optimizer, or raise UnknownNameError before timm is imported."""
-    if known := list_if_unknown(name):
+    """Return timm's name of an optimizer, or raise UnknownNameError."""
+    from timm.optim import list_optimizers
+
+    if name not in (known := list(map(str, list_optimizers()))):
         raise UnknownNameError("optimizer", name, known)
     return name
 

@@ -8,9 +8,11 @@ A number that differs from the last call, such as an annealed temperature, becom
 always constants.
 """
 
+import linecache
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, cast
 from weakref import finalize, ref
@@ -23,10 +25,11 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backend
 from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
 from torch._dynamo.types import GuardFail
-from torch._dynamo.utils import guard_failures
+from torch._dynamo.utils import get_metrics_context, guard_failures
 from torch._dynamo.variables import builder
 from torch._guards import TracingContext
 from torch.fx import GraphModule
+from torch.fx.graph_module import _loader
 
 Runner = Callable[..., Any]
 Compile = Callable[[GraphModule, Sequence[Any]], Runner]
@@ -61,16 +64,13 @@ class CompiledCall:
             recompile_limit=_MOST_GRAPHS,
             accumulated_recompile_limit=_MOST_GRAPHS,
         )(torch._dynamo.optimize(backend, guard_fail_fn=backend.note_failure)(function))
+        self.forget = partial(_forget, backend)  # drop what was compiled: the next call compiles anew
         finalize(self, _forget, backend)
 
     @property
     def has_numbers(self) -> bool:
         """Whether a number has changed, so that it is an input."""
         return any(entry.scalar is auto_dynamic for entry in (self.backend.numbers or {}).values())
-
-    def forget(self) -> None:
-        """Drop what was compiled. The next call compiles anew."""
-        _forget(self.backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
@@ -92,6 +92,7 @@ class _Backend:
         self._module = ref(module)
         self.reason = ""
         self.environments = list[Any]()  # in which graphs were made
+        self.sources = set[str]()  # names under which PyTorch keeps the text of graphs
         self._compile = compile
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
@@ -99,7 +100,13 @@ class _Backend:
         if (module := self._module()) is not None:
             for each in (*module.parameters(), *module.buffers()):
                 vars(each).pop("_dynamo_static_input_type", None)  # the compiler's mark
-        return self._compile(graph, inputs)
+        self._note_source(graph)
+        run = self._compile(graph, inputs)
+        self._note_source(graph)  # it may have been changed
+        return run
+
+    def _note_source(self, graph: GraphModule) -> None:
+        self.sources.add(cast(Any, graph.forward).__code__.co_filename)
 
     def note_failure(self, failure: GuardFail) -> None:
         _, _, condition = failure.reason.partition(": ")
@@ -109,6 +116,10 @@ class _Backend:
 def _forget(backend: _Backend) -> None:
     """Take out what the compiler has made with a backend: with the module's own functions too, if it ended a graph in them."""
     cached_backends.pop(id(backend), None)
+    get_metrics_context()._edits.clear()  # tracebacks, which pile up
+    for source in backend.sources:
+        _loader.eval_cache.pop(source, None)
+        linecache.cache.pop(source, None)
     for each in filter(None, backend.environments):
         each.tracked_fakes = None  # a cycle is never freed in which a view has its base, or a parameter its gradient
     guards = set[int]()

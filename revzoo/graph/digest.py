@@ -49,8 +49,9 @@ def compute_digest(graph: GraphModule, inputs: Sequence[Any]) -> str:
         args = map_aggregate((node.args, node.kwargs), partial(_describe, values=values, names=names, scales=scales))
         shapes = [tuple(t.shape) for t in tensors_in(node.meta.get("example_value"))]
         calls.append((node.op, name, target, repr(args), repr(shapes)))
-    given = sorted((names[node], _describe_input(value)) for node, value in values.items() if node in names)
-    return hashlib.sha256(repr((calls, given)).encode()).hexdigest()
+    given = {names[node]: x for node, x in values.items() if node in names}
+    tensors = {k: (tuple(x.shape), x.dtype, x.requires_grad) for k, x in given.items() if isinstance(x, Tensor)}
+    return hashlib.sha256(repr((calls, sorted((given | tensors).items(), key=str))).encode()).hexdigest()
 
 
 def find_shared(placeholders: Sequence[Node], inputs: Sequence[Any], atoms: Sequence[Atom]) -> SharedInputs:
@@ -82,7 +83,3 @@ def _describe(argument: Any, values: Mapping[Node, Any], names: Mapping[Node, st
     if isinstance(argument, float) and (scales or argument not in (0.0, 1.0)):
         return float
     return int if scales and type(argument) is int else argument
-
-
-def _describe_input(value: Any) -> str:
-    return repr((tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else value)

@@ -7,6 +7,7 @@ module that matches the planned one runs as planned; any other call stores every
 import gc
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -311,17 +312,17 @@ class _PlannedCall:
 
     def _take(self, graph: GraphModule, _: Sequence[Any]) -> Runner:
         expand_calls(graph)
-        programs: dict[int, Runner] = {}
+        programs = defaultdict[int, list[Runner]](list)  # by their place in a forward; they differ in which inputs share memory
 
         def run(*given: Any) -> Any:
             at: int = self._thread.position
             self._thread.position = at + 1
-            program = programs.get(at)
-            if program is None:
+            if not programs[at]:
                 self._thread.has_compiled = True
                 self._free_frames()
-            if program is None or (isinstance(program, SpannedGraph) and not program.fits(given)):
-                program = programs[at] = self._choose(graph, at, given)
+            fitting = (each for each in programs[at] if not isinstance(each, SpannedGraph) or each.fits(given))
+            if (program := next(fitting, None)) is None:
+                programs[at].append(program := self._choose(graph, at, given))
             return program(*given)
 
         return run

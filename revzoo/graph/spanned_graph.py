@@ -248,20 +248,18 @@ class _Run:
             record.latest = slot
         latest = record.latest
         if latest is not None and latest.tensor is not None and self.shared.round is not None:
-            repeats = self._repeats(latest)
-            taken = take_fingerprint(latest.tensor, bits=repeats)
-            tolerance = 0.0 if repeats else _LARGEST_DIFFERENCE
+            tolerance = 0.0 if self._repeats(spans.atoms[latest.atom], latest.tensor) else _LARGEST_DIFFERENCE
+            taken = take_fingerprint(latest.tensor, bits=not tolerance)
             record.fingerprint = None if taken is None else ((latest.atom, latest.place), taken, tolerance)
         if program.observer is not None:
             program.observer.end(program.first + i, saved, {node: env[node] for node in atom.makes})
         for slot in saved:
             slot.tensor = None
 
-    def _repeats(self, slot: Slot) -> bool:
-        """Return whether the kernels of an atom compute the same bits in every run."""
-        assert slot.tensor is not None
-        sums = (node for node in self._program.spans.atoms[slot.atom].nodes if "put" in str(node.target))  # in any order
-        return torch.are_deterministic_algorithms_enabled() or (slot.tensor.device.type == "cpu" and not any(sums))
+    def _repeats(self, atom: Atom, tensor: Tensor) -> bool:
+        """Return whether the kernels of an atom compute the same bits of a tensor in every run."""
+        sums = any("put" in str(node.target) for node in atom.nodes)  # in any order
+        return torch.are_deterministic_algorithms_enabled() or (tensor.device.type == "cpu" and not sums)
 
     def _is_small(self, tensor: Tensor, atom: Atom) -> bool:
         around = (t for node in (*atom.makes, *atom.reads) for t in tensors_in(self._env[node]))

@@ -73,7 +73,7 @@ def chunk_loss_(
         batch: a mapping of keyword arguments, or positional ones. With one, loss and gradients are compared with the ordinary
             ones.
         loss: computes the loss from what the model returns. None: its `loss`.
-        chunk: tokens at a time; None: at most 256 MiB, see `chunked_loss`.
+        chunk: tokens at a time; None: an eighth of them but at least 64, and at most 256 MiB, see `chunked_loss`.
     Raises:
         UnknownNameError: no module of this path. InputError: no head, one whose loss is in chunks already or that has a
             BatchNorm, or a chunk that is no positive integer.

@@ -182,7 +182,6 @@ def reversible_(
     try:
         for step in steps:
             step.install()
-        keep_setting(model, chains)
         if tiles == "auto":
             with in_mode(model, training=True):
                 choose_tiles(model, batch)
@@ -196,7 +195,7 @@ def reversible_(
                 with on_grid_of_training(chains):
                     name, cosine = f"{name} in training", measure_similarity(before, run_network(model, batch), batch).cosine
             warn_of_another_function(name, cosine, remedy)
-        return ReversibleReport(
+        report = ReversibleReport(
             tuple(chains),
             similarity,
             peaks,
@@ -213,8 +212,9 @@ def reversible_(
     except BaseException:
         for step in steps:
             step.remove()
-        drop_setting(model, chains)
         raise
+    keep_setting(model, chains)
+    return report
 
 
 def ordinary_(model: nn.Module) -> None:

@@ -56,6 +56,3 @@ class InPlaceABN2d(_NormBase):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, slope={self.slope:g}"
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        pass

@@ -83,29 +83,36 @@ class HeadCall:
         self.inputs = [self._hidden, *(leaf for leaf in find_leaves(self.sample) if leaf is not none)]
 
     def _find_mixing(self, hidden: Tensor) -> str | None:
-        rows = hidden.detach().flatten(0, -2)[:_TRIED]
-        if len(rows) < 2:
-            return None
-        return find_mixing(lambda x, _: self.head(x), self._conditions.inventory, rows, 0, len(rows) // 2)
+        rows, inventory = hidden.detach().flatten(0, -2)[:_TRIED], self._conditions.inventory
+
+        def run(x: Tensor, _: Any) -> Tensor:
+            # Parameters and flags are those of the trial, other attributes those of the call.
+            attributes = Attributes(*inventory.modules)
+            try:
+                return self._run(x)
+            finally:
+                attributes.restore()
+
+        return None if len(rows) < 2 else find_mixing(run, inventory, rows, 0, len(rows) // 2)
 
     def head(self, x: Tensor) -> Tensor:
         """Return the logits (n, V) of hidden states (n, D), with the attributes that the head had when it was called."""
         self._attributes.restore()
         return self._run(x)
 
-    def compute(self, logits: Tensor, function: Callable[[Tensor], Tensor], inputs: Sequence[Tensor] = ()) -> Tensor:
+    def compute(self, logits: Tensor, function: Callable[[Tensor], Tensor], given: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return function(hidden states), in which the head runs as at its call; its gradient goes through these logits.
 
         Args:
             logits: of this call.
             function: of the hidden states (..., D).
-            inputs: what it is differentiated by, besides those of the call.
+            given: tensors that it is differentiated by, besides those of the call, each with what stands for it.
         Raises:
             InputError: something has changed since the call that cannot be put back, or backward has passed.
         """
         differentiates = torch.is_grad_enabled() and logits.requires_grad
         with self._as_at_call() as hidden, no_hooks(), torch.set_grad_enabled(differentiates):
-            inputs = [x for x in (*self.inputs, *inputs) if x.requires_grad]
+            inputs = [x for x in (*self.inputs, *(copied for _, copied in given)) if x.requires_grad]
             edges = list(map(get_gradient_edge, inputs))  # which do not depend on what is frozen later
             result = function(hidden)
         if not result.requires_grad:

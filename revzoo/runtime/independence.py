@@ -1,12 +1,14 @@
 """Whether a function treats the places along a dimension of its input by themselves, so that it may run on pieces of it.
 
-Whatever is cut asks here: steps in tiles, norms in pieces, heads of language models in chunks. Two tests, on the full length:
+Whatever is cut asks here: steps in tiles, norms in pieces, heads of language models in chunks. Groups of heads, which are no
+pieces of an input but terms of a sum, are tried in `block_steps/branch.py`. Two tests, on the full length:
 
     values    f of the first and of the last piece returns what f of everything returns there, with the parameters that f has
               and with random ones: those that are zero hide what they multiply
     marks     NaN in one of these pieces leaves all others finite: 0 x NaN is NaN, so that nothing hides
 
-What has been seen holds until the modules of f, their classes, hooks or flags are others, or the input is longer.
+What has been seen holds for pieces of that size, until the modules of f, their classes, hooks or flags are others, or the input
+is longer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +64,8 @@ def describe_code(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
 def find_mixing(f: Piece, inventory: Inventory, x: Tensor, dim: int, size: int, kind: Any = None) -> str | None:
     """Return why f may not be run on pieces one by one, as the end of a sentence; None if it may, or if nobody can tell.
 
-    Values are compared in its present mode, or in evaluation if it draws random numbers there.
+    Values are compared in its present mode, or in evaluation if it draws random numbers there. What f raises for everything is
+    raised here, too.
 
     Args:
         f: the function.
@@ -72,7 +75,7 @@ def find_mixing(f: Piece, inventory: Inventory, x: Tensor, dim: int, size: int, 
         size: places in a piece.
         kind: what else tells functions of these modules apart.
     """
-    key, length = (dim, kind, describe_code(inventory.modules)), x.shape[dim]
+    key, length = (dim, size, kind, describe_code(inventory.modules)), x.shape[dim]
     tried, reason = inventory.tested.get(key, (-1, None))
     if reason is not None or length <= tried or is_capturing() or torch.compiler.is_compiling():
         return reason
@@ -89,20 +92,23 @@ class _Trial:
         length = x.shape[dim]
         self._f, self._inventory, self._x = f, inventory, x
         self._whole = Tile(dim, 0, length)
-        self._pieces = [Tile(dim, 0, min(size, length)), Tile(dim, length - min(size, length), min(size, length))]
+        last = (length - 1) // size * size
+        self._pieces = [Tile(dim, 0, min(size, length)), Tile(dim, last, length - last)]
         self._limit = min(0.05, 256 * max(inventory.spacing, Settings(x.device).spacing, torch.finfo(x.dtype).eps))
         self._random = find_generators((x.device,))
 
     def find_reason(self) -> str | None:
-        inventory = self._inventory
+        whole = self._run(self._whole)
         try:
-            if (reason := self._find_marks() or self._compare()) is not None:
+            if (reason := self._find_marks(whole) or self._compare()) is not None:
                 return reason
             with suppress(Exception):  # not every function takes random parameters
-                randomize(inventory.modules)
+                randomize(self._inventory.modules)
                 return self._compare()
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
-            return f"for a tile it raises {type(error).__name__}: {error}"
+            return f"for a piece it raises {type(error).__name__}: {error}"
         return None
 
     def _compare(self) -> str | None:
@@ -129,9 +135,8 @@ class _Trial:
                 set_training(inventory.modules, inventory.training)
         return None
 
-    def _find_marks(self) -> str | None:
+    def _find_marks(self, whole: Any) -> str | None:
         """Look for NaN where it was not put."""
-        whole = self._run(self._whole)
         for piece in self._pieces if self._pieces[0] != self._whole else ():
             check = lambda a, b, piece=piece: self._spreads(a, b, piece)  # noqa: E731
             with suppress(Exception):  # f may take no NaN
@@ -193,6 +198,8 @@ def _are_comparable(a: Any, b: Any) -> bool:
 def on_trial(inventory: Inventory, device: torch.device) -> Iterator[None]:
     """Run modules inside the block without a trace: tensors, flags, attributes and random streams are as before it.
 
+    Hooks in them run, too; what these keep elsewhere stays.
+
     No dispatch mode sees it: those that count bytes and FLOPs count a step that is not tried.
     """
     random, attributes = RandomState(find_generators((device,))), Attributes(*inventory.modules)
@@ -216,7 +223,7 @@ def randomize(modules: Sequence[nn.Module]) -> None:
             if p is not None and p.is_floating_point() and p.dtype.itemsize >= 2:
                 size = 0.5 if p.dim() < 2 else p[0].numel() ** -0.5
                 if p not in known:
-                    known[p] = nn.Parameter(p.detach() + size * torch.randn_like(p), p.requires_grad)
+                    known[p] = nn.Parameter(torch.randn_like(p.detach()).mul_(size).add_(p.detach()), p.requires_grad)
                 module._parameters[key] = known[p]
 
 

@@ -68,7 +68,8 @@ class Inventory:
         self.spacing = max(map(find_spacing, set(map(_get_dtype, fixed))), default=0.0)
         self.learned = Learned() if root is None else _learned.setdefault(root, Learned())
         self.named: dict[Any, list[ref[nn.Module]]] = {}  # submodules by the patterns that name them
-        # How long inputs were that were tried in pieces (`independence.py`), and what stood against that.
+        # How long inputs were that were tried in pieces (`independence.py`), or into how many groups heads can be put, and what
+        # stood against that.
         self.tested: dict[Any, tuple[int, str | None]] = {}
 
     @property

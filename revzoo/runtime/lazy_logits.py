@@ -79,11 +79,6 @@ class _Memory:
         """Return what logits of other tokens, in a memory of their own, are computed from."""
         return replace(self, tokens=tokens.clone(memory_format=torch.contiguous_format), **changes)
 
-    @property
-    def inputs(self) -> list[Tensor]:
-        """What stands for given tensors."""
-        return [copied for _, copied in self.given]
-
 
 class LazyLogits(Tensor):
     """The logits of hidden states, as a tensor without memory.
@@ -127,7 +122,7 @@ class LazyLogits(Tensor):
         if self._made is None:
             base, layout = self._base_logits, self._layout
             if base is None:
-                self._made = self._memory.call.compute(self, self._compute, self._memory.inputs)
+                self._made = self._memory.call.compute(self, self._compute, self._memory.given)
             else:
                 made = base.make() if self.requires_grad else base.make().detach()
                 is_all = layout.is_contiguous() and layout.numel() == made.numel()
@@ -225,17 +220,19 @@ def _compute_loss(
         options = reduction, ignore_index, memory.call.chunk, tokens, memory.sample.shape[-1]
         return compute_in_chunks(memory.head, hidden, target, loss, *options).to(memory.sample.dtype)
 
-    return memory.call.compute(logits, compute, memory.inputs)
+    return memory.call.compute(logits, compute, memory.given)
 
 
 def _record(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the logits after an operation; None if it is none on each token, or none that arranges tokens."""
+    if not args:  # all have names
+        return None
     lazy, first = list(_find_lazy((list(args), kwargs))), args[0]
     if name in ("to", "type_as") and not isinstance(first, LazyLogits):  # it becomes like the logits
         return func(*map_tensors(lambda t: t._memory.sample if isinstance(t, LazyLogits) else t, list(args)), **kwargs)
     if name in _FOR_EACH_TOKEN:
         return _follow(lazy[0], func, name, args, kwargs) if len(lazy) == 1 and "out" not in kwargs else None
-    if name not in _ARRANGING or any(isinstance(a, torch.dtype) for a in args[1:]):
+    if name not in _ARRANGING or any(isinstance(a, torch.dtype) for a in (*args[1:], *kwargs.values())):
         return None
     if name == "__getitem__" and any(_is_array(i) for i in (args[1] if isinstance(args[1], tuple) else args[1:])):
         return _choose(first, args[1])
@@ -291,15 +288,14 @@ def _follow(logits: LazyLogits, func: Any, name: str, args: Sequence[Any], kwarg
     if tokens is None:
         return None
 
-    def run(x: Tensor) -> Tensor:
+    def run(x: Tensor) -> Any:
         fixed, named = map_tensors(lambda t: x if t is logits else copies[t], (list(args), kwargs))
-        out: Tensor = func(*fixed, **named)
-        return out
+        return func(*fixed, **named)
 
     sample = run(memory.sample)
     if name in _CASTING and sample is memory.sample:
         return logits
-    if sample.shape != memory.sample.shape or sample.device != memory.sample.device:
+    if not isinstance(sample, Tensor) or sample.shape != memory.sample.shape or sample.device != memory.sample.device:
         return None
     given = tuple((t, copied) for t, copied in copies.items() if t.requires_grad)
     after = memory.of(tokens, sample=sample, follow=(*memory.follow, run), given=(*memory.given, *given))

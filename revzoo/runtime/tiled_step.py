@@ -207,7 +207,8 @@ def _require_independence(step: Step, x: Tensor, side: Any, tile: Tile) -> None:
     if len(right) > 1:
         raise InputError(
             f"{step.name} is cut into tiles of examples, and {unclear[0]} in its side input has a place for each of {len(x)} "
-            "examples, or tokens or channels. Begin with a batch of another size, or say it: tiled(f, ..., dim=0, side=True)."
+            "examples, or tokens or channels. Begin with a batch of another size, or say it: tiled(f, ..., dim=0, side=True), "
+            "or False, or one of them in place of each tensor."
         )
     tiles.examples |= zip(unclear, right[0], strict=True)
 

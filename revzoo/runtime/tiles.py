@@ -73,7 +73,8 @@ def tiled(f: M, tiles: int, dim: int = 1, side: Any = None) -> M:
         tiles: into how many pieces its state is cut.
         dim: of the state: 0 are examples, 1 the tokens of (batch, tokens, channels).
         side: which tensors of the side input have a place for each example, where examples are cut: True or False in place of
-            each. None: those of a batch's size, which has to be seen in a batch of another size than its tokens and channels.
+            each, or one for all. None: those of a batch's size, which has to be seen in a batch of another size than its tokens
+            and channels.
     Raises:
         InputError: tiles is no number above 0, or f is no module.
     Cost: one extra forward, as without tiles, in more and smaller kernels.
@@ -115,7 +116,8 @@ def cut_side(side: Any, tile: Tile, x: Tensor, examples: Mapping[str, bool]) -> 
     def cut(t: Tensor) -> Tensor:
         return tile.of(t) if t.dim() and t.shape[0] == x.shape[0] > 1 else t
 
-    return tree_map_with_path(lambda at, leaf: map_tensors(cut, leaf) if examples.get(keystr(at), True) else leaf, side)
+    says = examples.get("", True)  # for all
+    return tree_map_with_path(lambda at, leaf: map_tensors(cut, leaf) if examples.get(keystr(at), says) else leaf, side)
 
 
 def note_examples(side: Any, x: Tensor, examples: dict[str, bool]) -> list[str]:
@@ -126,7 +128,7 @@ def note_examples(side: Any, x: Tensor, examples: dict[str, bool]) -> list[str]:
     unclear = list[str]()
     for name, leaf in _name_leaves(getattr(side, "arguments", side)):
         lengths = {t.shape[0] for t in tensors_in(leaf) if t.dim()}
-        if name in examples or not lengths - {1} or len(x) == 1:
+        if name in examples or "" in examples or not lengths - {1} or len(x) == 1:
             continue
         if len(x) in lengths and len(x) in x.shape[1:]:
             unclear.append(name)

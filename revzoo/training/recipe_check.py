@@ -1,12 +1,9 @@
 """Checks of a recipe beyond the types of its values: settings that contradict each other, or have no effect together."""
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
-from importlib.util import find_spec
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from revzoo.checkpoint.index import read_index
@@ -19,11 +16,8 @@ from revzoo.training.options import MODEL_NAME_ALLOWED, TO_BE_NAMED, Recipe
 # Options of `data` that a data set does not read; those that are not listed read all but `shift`, `text` and `image`.
 _UNREAD_BY_DATA = {
     "digits": {"root", "augment", "text", "image", "unreadable"},
-    "wds": {"shift", "text"},
-    "hfds": {"shift", "text"},
-    "causal_lm": {"shift", "augment", "image", "unreadable"},
-    "text_classification": {"shift", "augment", "image", "unreadable"},
-    "masked_lm": {"shift", "augment", "image", "unreadable"},
+    **{name: {"shift", "text"} for name in ("wds", "hfds")},
+    **{name: {"shift", "augment", "image", "unreadable"} for name in TEXTS},
 }
 # Options of `schedule`, besides warm-up, that a learning-rate schedule reads.
 _READ_BY_SCHEDULE = {
@@ -78,9 +72,6 @@ def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
     """Yield the problems of values that are each of the right type but do not go together, which is known without torch."""
     if _value(tree, "model.pretrained") is True:
         yield from _find_missing_weights(tree)
-    opt = _node(tree, "optimizer.opt")
-    if isinstance(opt.value, str) and (optimizers := list_if_unknown(opt.value)):
-        yield _refuse_optimizer(opt, optimizers)
     name = _value(tree, "data.name")
     if isinstance(name, str) and name not in BUNDLED and not is_own(name) and _value(tree, "data.root") is None:
         yield _node(tree, "data.root").problem(f"the folder of the data, for name: {name}", hint=" Add data.root=DIR.")
@@ -137,15 +128,11 @@ def _list_coupling_rules(get: Callable[[str], Any]) -> list[_Rule]:
 def _list_update_rules(get: Callable[[str], Any]) -> list[_Rule]:
     """Return what optimizers inside backward, CUDA graphs and divided networks do not go with."""
     in_backward, graph = get("train.optimizer_in_backward") is True, get("train.cuda_graph") is True
-    divides, compiles, lookahead = (
-        get("train.shard") not in (None, "none"),
-        get("train.compile") is True,
-        get("memory.lookahead"),
-    )
+    divides, compiles = get("train.shard") not in (None, "none"), get("train.compile") is True
     accumulates, is_fp16 = get("train.accumulate") not in (None, 1), get("train.mixed_precision") == "fp16"
     opt = str(get("optimizer.opt"))
     inside, captured = "with train.optimizer_in_backward", "with train.cuda_graph"
-    clips, looks_ahead = get("train.clip_grad") is not None, lookahead not in (None, 0)
+    clips, looks_ahead = get("train.clip_grad") is not None, get("memory.lookahead") not in (None, 0)
     alone = "false with train.shard: the processes add up their gradients before an update"
     whole = "with train.shard: none, or train.shard: full"
     return [
@@ -175,25 +162,13 @@ def find_problems_for_timm(tree: YamlNode) -> Iterator[SpecProblem]:
     policy = _value(tree, "data.augment.auto_augment")
     if isinstance(policy, str) and not _is_policy(policy):
         yield _node(tree, "data.augment.auto_augment").problem("a timm policy, such as 'rand-m9-mstd0.5' or 'original'")
-    opt, optimizers = _node(tree, "optimizer.opt"), [str(name) for name in list_optimizers()]
-    if isinstance(opt.value, str) and opt.value not in optimizers:
-        yield _refuse_optimizer(opt, optimizers)
+    opt, known = _node(tree, "optimizer.opt"), [str(name) for name in list_optimizers()]
+    if isinstance(opt.value, str) and opt.value not in known:
+        yield opt.problem(f"the name of a timm optimizer ({join_names(known)})", hint=did_you_mean(opt.value, known))
     elif isinstance(opt.value, str) and get_optimizer_info(opt.value).second_order:
         yield opt.problem("a first-order optimizer: this one needs the computation graph of the gradient")
     if _value(tree, "optimizer.weight_decay_of") == "all" and _value(tree, "optimizer.layer_decay") is not None:
         yield _node(tree, "optimizer.layer_decay").problem("null with weight_decay_of: all")
-
-
-def _refuse_optimizer(opt: YamlNode, known: list[str]) -> SpecProblem:
-    return opt.problem(f"the name of a timm optimizer ({join_names(known)})", hint=did_you_mean(opt.value, known))
-
-
-def list_if_unknown(opt: str) -> list[str]:
-    """Return the names of timm's optimizers where its source does not have this one as a word; otherwise nothing."""
-    timm = find_spec("timm")
-    file = Path(str(timm and timm.origin)).parent / "optim" / "_optim_factory.py"
-    text = file.read_text(encoding="utf-8") if file.is_file() else opt
-    return [] if opt in re.findall(r"\w+", text) else sorted(re.findall(r"name='(\w+)'", text))
 
 
 def _find_missing_weights(tree: YamlNode) -> Iterator[SpecProblem]:

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 import revzoo
 from revzoo.errors import BudgetError
 from revzoo.graph import plan_module
+from revzoo.graph.module_plan import _PlannedCall
 
 BATCH = torch.linspace(-1, 1, 512).view(64, 8)
 
@@ -104,7 +105,23 @@ def test_four_plans_leave_no_more_than_two(make: type[nn.Module]):
     before, after = (count(train_and_release, make, 2) for _ in range(2))
     more = {kind: number - before[kind] for kind, number in after.items() if number > before[kind]}
     assert not [k for k in more if issubclass(k, Tensor | nn.Module | torch.fx.Node) or k.__module__.startswith("revzoo")]
-    assert sum(more.values()) < 2 * 300
+    assert sum(more.values()) < 2 * 100
+
+
+@pytest.mark.filterwarnings("ignore:A call of Written differs")
+def test_inputs_that_share_memory_now_and_then_are_planned_once():
+    class Written(nn.Sequential):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x + 0) + y.mul_(2).sum()
+
+    module = Written(*Net())
+    plan_module(module, (BATCH, BATCH + 1), None)[0].apply(module)
+    given = [(BATCH.clone(), BATCH.clone()), (shared := BATCH.clone(), shared)]
+    with patch("revzoo.graph.module_plan._PlannedCall._choose", autospec=True, side_effect=_PlannedCall._choose) as choose:
+        for _ in range(3):
+            for each in given:
+                module(*each).sum().backward()
+    assert choose.call_count == 2
 
 
 def test_what_is_compiled_without_a_plan_stays():

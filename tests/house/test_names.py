@@ -14,7 +14,7 @@ import revzoo.runtime
 from revzoo import errors, registry
 
 CLASSES = {
-    "ConvertReport", "Fits", "MemoryReport", "Model", "ModulePlan", "NumericsReport", "Plan", "Profile",
+    "ChunkReport", "ConvertReport", "Fits", "MemoryReport", "Model", "ModulePlan", "NumericsReport", "Plan", "Profile",
     "ReversibleReport", "Spec", "VerifyReport",
 }  # fmt: skip
 PINNED = {

@@ -208,6 +208,10 @@ WHOLE = {
     "add": lambda model, x, ids: shift(model, x + torch.ones(2, 12, 1), ids),
     "mul_": lambda model, x, ids: (x.mul_(2), shift(model, x, ids))[1],
     "cross_entropy": lambda _, x, ids: F.cross_entropy(x.view(-1, 50), ids.flatten(), torch.rand(50, dtype=x.dtype)),
+    "softmax": lambda model, x, ids: shift(model, x, ids) + torch.softmax(input=x, dim=-1).square().mean(),
+    "cat": lambda model, x, ids: shift(model, torch.cat(tensors=[x, x]), torch.cat([ids, ids])),
+    "type": lambda model, x, ids: shift(model, x, ids) * len(x.type()),
+    "view": lambda model, x, ids: shift(model, x, ids) * (x.view(dtype=torch.int64).shape[-1] / 50),
 }
 
 
@@ -446,6 +450,25 @@ def test_a_head_of_which_tokens_are_not_all_treated_alike_is_refused():
     with pytest.raises(InputError, match="head, which changes its 'parametrizations.weight.0._u'"):
         model(ids)
     assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+
+
+class Gated(nn.Linear):
+    """Mixes tokens, which a gate hides that is 0 at first."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return super().forward(x) + self.gate * (x.mean(0) > 0).any() * len(x)
+
+
+def test_a_head_is_tried_with_random_weights():
+    model, ids = Small(shift), torch.randint(0, 50, (2, 12))
+    model.head = Gated(*reversed(model.head.weight.shape))
+    revzoo.chunk_loss_(model, chunk=5)
+    with pytest.raises(InputError, match="takes each token for itself. Received: head: what it returns"):
+        model(ids)
 
 
 def test_values_that_were_written_by_data_are_seen_in_the_first_steps():

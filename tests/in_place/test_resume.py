@@ -1,6 +1,7 @@
 """A run that is resumed is the uninterrupted one: grid, bits and sign go with the weights, whatever the weights are by then."""
 
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -81,3 +82,30 @@ def test_another_setting_than_the_saved_one_is_warned_of(tmp_path):
         warnings.simplefilter("error")
         ordinary = LlamaForCausalLM.from_pretrained(tmp_path)
         ordinary.load_state_dict(model.state_dict())
+
+
+def test_a_loaded_setting_is_saved_again(tmp_path):
+    """Also where a call of `reversible_` was interrupted."""
+    model = llama(3)
+    chain = revzoo.reversible_(model, batch=BATCH).chains[0]
+    grow(model)
+    other = llama(3)
+    revzoo.reversible_(other, batch=BATCH, fraction_bits=15)
+    other.load_state_dict(model.state_dict())
+    other.save_pretrained(tmp_path)
+    resumed = LlamaForCausalLM.from_pretrained(tmp_path).train()
+    with patch("revzoo.in_place.reversible.count_peaks", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        revzoo.reversible_(resumed, batch=BATCH)
+    assert revzoo.reversible_(resumed, batch=BATCH).chains[0].coupling == chain.coupling
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_a_setting_that_was_saved_inside_of_a_wrapper_is_found(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(3), peft.LoraConfig(target_modules=["q_proj"]))
+    chain = revzoo.reversible_(model, batch=BATCH).chains[0]
+    merged = model.merge_and_unload()
+    grow(merged)
+    merged.save_pretrained(tmp_path)
+    resumed = LlamaForCausalLM.from_pretrained(tmp_path).train()
+    assert revzoo.reversible_(resumed, batch=BATCH).chains[0].coupling == chain.coupling

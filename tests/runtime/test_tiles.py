@@ -429,6 +429,23 @@ def test_what_is_exchanged_or_longer_is_tried_again(change):
         run(chain, streams, "invert")
 
 
+class Windows(nn.Linear):
+    """Mixes four tokens that are side by side."""
+
+    def forward(self, w):
+        windows = nn.functional.pad(w, (0, 0, 0, -w.shape[1] % 4)).unflatten(1, (-1, 4))
+        return super().forward((windows + windows.mean(2, keepdim=True)).flatten(1, 2)[:, : w.shape[1]])
+
+
+@pytest.mark.parametrize(("tiles", "length"), [(8, 16), (2, 12)])
+def test_other_cuts_than_those_that_were_tried_are_tried(tiles, length):
+    chain = make_chain(2, 2, 1, lambda: Windows(D, D))
+    run(chain, make_streams(B, 16, D), "invert")
+    chain.tiles = tiles
+    with pytest.raises(InputError, match=r"steps\.0 cannot be cut into tiles along dimension 1"):
+        run(chain, make_streams(B, length, D), "invert")
+
+
 class Rotated(nn.Linear):
     """Has a side input of tokens and channels."""
 
@@ -454,10 +471,12 @@ def test_a_side_input_of_which_nothing_tells_is_refused_unless_it_is_said():
     chain = make_chain(2, 8, 0, lambda: Rotated(D, D))
     with pytest.raises(InputError, match=r"\['rope'\] in its side input .* another size, or say it: tiled"):
         run(chain, streams, "invert", side=side)
-    whole = run(make_chain(2, 1, 0, lambda: Rotated(D, D)), streams, "store", side=side)
-    for step in chain.steps:
-        tiled(step, 8, 0, side={"rope": False, "mask": True})
-    assert_equal(run(chain, streams, "invert", side=side), whole)
+    for said, mask in (({"rope": False, "mask": True}, side["mask"]), (False, side["mask"][0])):
+        own = side | {"mask": mask}
+        whole = run(make_chain(2, 1, 0, lambda: Rotated(D, D)), streams, "store", side=own)
+        for step in chain.steps:
+            tiled(step, 8, 0, side=said)
+        assert_equal(run(chain, streams, "invert", side=own), whole)
 
 
 def test_trying_leaves_everything_as_it_was():
