@@ -60,9 +60,9 @@ def declare(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Count a network's training step in every way; print the answer."""
     card = None if arguments.card is None else parse_card(arguments.card)
+    name, overrides = read_name(arguments.name, of_any_module=True)
     if arguments.optimizer != _NO_OPTIMIZER:
         require_optimizer(arguments.optimizer)
-    name, overrides = read_name(arguments.name, of_any_module=True)
     of_the_zoo = not is_any_module(name)
     if of_the_zoo and (arguments.tokens is not None or arguments.lora):
         raise InputError(
