@@ -342,8 +342,6 @@ class BlockStep(nn.Module):
             )
         if returned.dtype is None:
             returned.value, returned.dtype, returned.place = replace_state(value, None, place), out.dtype, place
-            if find_tiles(self) is not None and next(tensors_in(returned.value), None) is not None:
-                raise InputError(f"{self.name} is cut into tiles, and may return nothing but its state. Leave tiles out.")
         return out
 
     @exclude_from_compilation
@@ -375,6 +373,8 @@ class BlockStep(nn.Module):
                 pair, segment = run_link(step, pair, segment, forward)
         finally:  # the graph holds it
             value, arguments.returned.value = arguments.returned.value, None
+        if not is_whole and find_tiles(self) is not None and next(tensors_in(value), None) is not None:
+            raise InputError(f"{self.name} is cut into tiles, and may return nothing but its state. Leave tiles out.")
         if segment is not None:
             segment.end(pair)
         is_last = self.index + 1 == len(self.chain._schedule)

@@ -176,8 +176,8 @@ class HeadCall:
         if self._hidden is None or not has_value(self._hidden):
             return None
         random = RandomState(self._conditions.random.generators)
-        with torch.no_grad(), _disable_current_modes():
-            out = self.head(self._hidden.flatten(0, -2)[:1])
+        with _disable_current_modes():  # but with its graph, as above
+            out = self.head(self._hidden.flatten(0, -2)[:1]).detach()
         random.end_first_run()
         random.rewind()
         self._attributes.restore()

@@ -213,6 +213,7 @@ def on_trial(inventory: Inventory, device: torch.device) -> Iterator[None]:
         attributes.restore()
         random.end_first_run()
         random.rewind()
+        torch.clear_autocast_cache()  # of casts without a graph
 
 
 def randomize(modules: Sequence[nn.Module]) -> None:

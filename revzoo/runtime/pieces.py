@@ -83,19 +83,19 @@ def stand_in(x: Tensor) -> Tensor:
 
 
 class _Keep(torch.autograd.Function):
-    """Return x, and let autograd keep another tensor for `kept`, also if x itself needs no gradient but `anchor` does."""
+    """Return x, and let autograd keep another tensor as long as the second result is there, also if x needs no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: Tensor, kept: "_Kept", anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tensor: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(tensor)
-        kept.node, out = ctx, x.detach()
+        out = x.detach()
         if not x.requires_grad:
             ctx.mark_non_differentiable(out)
-        return out
+        return out, anchor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return grads[0], None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None
 
 
 class _Kept:
@@ -106,7 +106,7 @@ class _Kept:
         dtype: of f's input.
     """
 
-    node: Any = None
+    anchor: Any = None  # of whose node it asks
 
     def __init__(self, count: int, dtype: torch.dtype):
         self._count, self._dtype = count, dtype
@@ -116,7 +116,7 @@ class _Kept:
     def get(self, tile: Tile) -> Tensor:
         """Return a piece."""
         if self._tensor is None:
-            (kept,) = self.node.saved_tensors
+            (kept,) = self.anchor.grad_fn.saved_tensors
             self._tensor = kept.detach()
         piece = tile.of(self._tensor).to(self._dtype)
         self._given += 1
@@ -154,7 +154,7 @@ def run_in_pieces(
         return f(x)
     forward, total, pieces = Forward(x), Sum(), _Kept(len(tiles), x.dtype)
     forward.round = begin_round(module, x, (count,))
-    x = _Keep.apply(x, (x if kept is None else kept).detach(), pieces, x.new_empty(0).requires_grad_())
+    x, pieces.anchor = _Keep.apply(x, (x if kept is None else kept).detach(), x.new_empty(0).requires_grad_())
     whole, outs = x, list[Tensor]()
     with forward:
         for tile in tiles:

@@ -105,7 +105,7 @@ def test_four_plans_leave_no_more_than_two(make: type[nn.Module]):
     before, after = (count(train_and_release, make, 2) for _ in range(2))
     more = {kind: number - before[kind] for kind, number in after.items() if number > before[kind]}
     assert not [k for k in more if issubclass(k, Tensor | nn.Module | torch.fx.Node) or k.__module__.startswith("revzoo")]
-    assert sum(more.values()) < 2 * 150
+    assert sum(more.values()) < 2 * 300
 
 
 @pytest.mark.filterwarnings("ignore:A call of Written differs")
