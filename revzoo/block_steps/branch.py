@@ -160,11 +160,11 @@ def try_groups(block: nn.Module, branch: Branch, name: str, run: Callable[[Tenso
     if len(branch.parts) > 1 or not can_be_cut(attention) or (count := count_groups(attention)) == 1:
         return 1
     groups = [HeadGroup(i, count) for i in range(count)]
-    queries, keys, _, output = (cast(nn.Module, each) for each in find_projections(attention))
+    *inputs, output = (cast(nn.Module, each) for each in find_projections(attention))
     x, projected = x.detach().requires_grad_(), list[Tensor]()
     try:
         with torch.no_grad(), only_heads(attention, groups[0]):
-            for each in (queries, keys):  # what mixes heads, such as a norm over all of them, shows where they differ
+            for each in inputs:  # what mixes heads, such as a norm over all of them, shows where they differ
                 cast(Tensor, each.weight).mul_(4)
         for training in (True, False):
             block.train(training)

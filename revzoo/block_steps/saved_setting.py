@@ -17,7 +17,7 @@ from torch import nn
 
 from revzoo.block_steps.block_chain import BlockChain
 from revzoo.block_steps.state_grid import StateGrid
-from revzoo.runtime.coupling import Coupling, RandomSign
+from revzoo.runtime.coupling import RandomSign
 
 _KEY = "revzoo"
 _OF_GRID = ("fraction_bits", "states", "smallest_row")
@@ -27,16 +27,16 @@ def describe_setting(chain: BlockChain) -> dict[str, Any]:
     """Return what a chain computes besides its blocks, in types of JSON."""
     row, states = chain.smallest_row, None if chain.states is None else str(chain.states).removeprefix("torch.")
     grid = {"fraction_bits": chain.coupling.fraction_bits, "states": states, "smallest_row": row if row < math.inf else None}
-    return _describe_coupling(chain.coupling) | grid
+    return _describe_steps(chain) | grid
 
 
-def find_saved_grid(model: nn.Module, path: str, coupling: Coupling) -> StateGrid | None:
-    """Return the grid with which a network of Transformers was saved, if its blocks had this coupling."""
+def take_saved_grid(model: nn.Module, chain: BlockChain) -> bool:
+    """Give a chain the grid with which a network of Transformers was saved, if it had these steps; return whether it had."""
     settings = getattr(getattr(model, "config", None), _KEY, None) or {}
-    for each, saved in settings.items():  # a wrapper, such as peft's, has longer paths
-        if f".{each}".endswith(f".{path}") or f".{path}".endswith(f".{each}"):
-            return _read_grid(saved, coupling, path)
-    return None
+    for path, saved in settings.items():  # a wrapper, such as peft's, has longer paths
+        if f".{path}".endswith(f".{chain.path}") or f".{chain.path}".endswith(f".{path}"):
+            return _take(saved, chain)
+    return False
 
 
 def keep_setting(model: nn.Module, chains: Iterable[BlockChain]) -> None:
@@ -77,24 +77,26 @@ def _save(chain: BlockChain, module: nn.Module, state: Any, prefix: str, metadat
 
 def _load(chain: BlockChain, config: Any, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
     saved = metadata.get(_KEY, {}).get(chain.path.rpartition(".")[2])
-    if saved is not None and (grid := _read_grid(saved, chain.coupling, chain.path)) is not None:
-        chain.set_grid(grid)
+    if saved is not None and _take(saved, chain):
         _note(chain, config)
 
 
-def _read_grid(saved: dict[str, Any], coupling: Coupling, path: str) -> StateGrid | None:
-    others = {key: value for key, value in saved.items() if key not in _OF_GRID}
-    if others != _describe_coupling(coupling):
+def _take(saved: dict[str, Any], chain: BlockChain) -> bool:
+    others, own = {key: value for key, value in saved.items() if key not in _OF_GRID}, _describe_steps(chain)
+    if others != own:
         warnings.warn(
-            f"{path} was saved with {others}, and is reversible with {_describe_coupling(coupling)} now: training goes on with "
-            "another function. Give reversible_ the coupling, kept_bits and sign with which it was trained.",
+            f"{chain.path} was saved with {others}, and is reversible with {own} now: training goes on with another function. "
+            "Give reversible_ the coupling, kept_bits and sign, the blocks and split with which it was trained.",
             stacklevel=2,
         )
-        return None
-    dtype, row = saved["states"], saved["smallest_row"]
-    return StateGrid(None if dtype is None else getattr(torch, dtype), saved["fraction_bits"], math.inf if row is None else row)
+        return False
+    dtype, row = saved["states"], math.inf if saved["smallest_row"] is None else saved["smallest_row"]
+    chain.set_grid(StateGrid(None if dtype is None else getattr(torch, dtype), saved["fraction_bits"], row))
+    return True
 
 
-def _describe_coupling(coupling: Coupling) -> dict[str, Any]:
-    sign = "random" if isinstance(coupling, RandomSign) else "fixed"
-    return {"a": coupling.a, "b": coupling.b, "c": coupling.c, "kept_bits": coupling.kept_bits, "sign": sign}
+def _describe_steps(chain: BlockChain) -> dict[str, Any]:
+    coupling, names = chain.coupling, [name.removeprefix(f"{chain.path}.") for name in chain.names]
+    steps, sign = f"{len(names)} from {names[0]} to {names[-1]}", "random" if isinstance(coupling, RandomSign) else "fixed"
+    described = {"steps": steps, "sign": sign, "kept_bits": coupling.kept_bits}
+    return described | {"a": coupling.a, "b": coupling.b, "c": coupling.c}

@@ -32,9 +32,7 @@ def declare(parser: Parser) -> None:
         "recipe", nargs="*", help="a recipe's name or .yaml file (default: digits), and overrides such as optimizer.lr=1e-3"
     )
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--print-config", action="store_true", help="print the recipe with all settings, and what each is, instead of training"
-    )
+    instead.add_argument("--print-config", action="store_true", help="print the recipe with all settings instead of training")
     instead.add_argument(
         "--dry-run", action="store_true", help="stop before the first step: after data, model, memory, plan and gradients"
     )
@@ -101,9 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if trains:
             from revzoo.training.loop import preview, train, try_out
     if arguments.print_config:
-        from revzoo.training.recipe_text import write_recipe
-
-        print(write_recipe(recipe), end="")
+        print(recipe.to_yaml(), end="")
     elif arguments.dry_run:
         preview(recipe)
     elif arguments.smoke:

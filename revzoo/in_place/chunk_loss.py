@@ -85,7 +85,7 @@ def chunk_loss_(
     name, module = _find_head(model, head)
     if get_chunked_head(module) is not None:
         raise InputError(f"The loss of this {type(model).__name__} is in chunks already. Received: chunk_loss_ again.")
-    refuse_mixing(module)
+    refuse_mixing(module, name)
     find = getattr(model, "get_output_embeddings", None)
     owner = getattr(find, "__self__", None) if callable(find) and find() is module else None
     chunked = ChunkedHead(module, name, chunk, owner)
@@ -166,7 +166,9 @@ class ChunkedHead:
         run = self._own_forward or type(module).forward.__get__(module)
         hidden, key = look_for_state(module, args, kwargs)
         is_trained = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors_in(hidden), *module.parameters()))
-        is_lazy = module.training and is_trained and isinstance(hidden, Tensor) and hidden.dim() >= 2
+        is_lazy = (
+            module.training and is_trained and isinstance(hidden, Tensor) and hidden.dim() >= 2 and hidden.is_floating_point()
+        )
         others = [a for a in (*args, *kwargs.values()) if a is not None and a is not hidden]
         if is_lazy and others and not is_head_of_tokens(module):
             is_lazy = False

@@ -17,7 +17,7 @@ from revzoo.analysis.likeness import on_grid_of_training, warn_of_another_functi
 from revzoo.analysis.tiles import choose_tiles
 from revzoo.block_steps.block_chain import BlockChain, BlockStep, get_step
 from revzoo.block_steps.branch import BranchStep
-from revzoo.block_steps.saved_setting import drop_setting, find_saved_grid, keep_setting
+from revzoo.block_steps.saved_setting import drop_setting, keep_setting, take_saved_grid
 from revzoo.block_steps.state_grid import FRACTION_BITS, StateGrid, StateSizes, choose_grid
 from revzoo.bounds import MOST_KEPT_BITS, Sign
 from revzoo.device import has_float64, has_value
@@ -163,13 +163,11 @@ def reversible_(
     for path, blocks in chosen.items():
         owner = model.get_submodule(next(iter(blocks)).rpartition(".")[0].rpartition(".")[0])
         grid, recurrence = StateGrid(fraction_bits=fraction_bits), _make_coupling(coupling, kept_bits, sign, fraction_bits)
-        saved = find_saved_grid(model, path, recurrence) if fraction_bits is None else None
-        if saved is not None:
-            grid = saved
-        elif surveys is not None and fraction_bits is None:
-            grid, note = _choose_grid(model, [surveys[name] for name in blocks])
-            notes += [f"{path}: {note}"] if note else []
         chain = BlockChain(path, owner, list(blocks), recurrence, names, check_patterns(keep), grid)
+        if fraction_bits is None and not take_saved_grid(model, chain) and surveys is not None:
+            grid, note = _choose_grid(model, [surveys[name] for name in blocks])
+            chain.set_grid(grid)
+            notes += [f"{path}: {note}"] if note else []
         chains.append(chain)
         for i, (name, block) in enumerate(blocks.items()):
             if split is None:

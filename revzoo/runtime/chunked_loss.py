@@ -21,9 +21,10 @@ from revzoo.device import has_value
 from revzoo.dtype import HALF
 from revzoo.errors import InputError
 from revzoo.runtime.compiling import exclude_from_compilation
-from revzoo.runtime.independence import find_known_mixing
+from revzoo.runtime.independence import OF_MODULES, find_known_mixing, find_mixing
 from revzoo.runtime.inventory import take_inventory
 from revzoo.runtime.ownership import is_held_alone
+from revzoo.runtime.tiles import Tile
 from revzoo.sharded import is_sharded
 
 Head = Callable[[Tensor], Tensor]
@@ -33,6 +34,7 @@ Reduction = Literal["mean", "sum", "none"]
 CHUNK_BYTES = 256 * 2**20  # at most
 _BYTES = 8  # of an output and token: the logit in float32, and its logarithm of the softmax, which the loss keeps
 _CHUNKS, _LEAST = 8, 64  # so many chunks at least, if each then has that many tokens: fewer are slow, and save little more
+_TRIED = 64  # tokens, of each of the first two texts
 _UNKNOWN_WIDTH = 2**18  # outputs of a head without parameters of its own, before it was called
 
 
@@ -295,7 +297,7 @@ def _require(head: Any, hidden: Tensor, labels: Tensor, reduction: str, chunk: A
     require_chunk(chunk)
     refuse_sharded(hidden, *(head.parameters() if isinstance(head, nn.Module) else ()))
     if isinstance(head, nn.Module) and head.training:
-        refuse_mixing(head)
+        refuse_mixing(head, "", head, hidden)
 
 
 def require_chunk(chunk: Any) -> None:
@@ -304,11 +306,35 @@ def require_chunk(chunk: Any) -> None:
         raise InputError(f"chunk is a number of tokens, an integer >= 1. Received: {chunk!r}.")
 
 
-def refuse_mixing(head: nn.Module) -> None:
-    """Raise InputError if a head is known to mix tokens, as BatchNorm does."""
-    if (reason := find_known_mixing(take_inventory(head), 0)) is not None:
+def refuse_mixing(head: nn.Module, name: str, run: Head | None = None, hidden: Tensor | None = None) -> None:
+    """Raise InputError if a head mixes tokens: is known to, as BatchNorm, or is seen to by a trial.
+
+    Args:
+        head: the head.
+        name: of it, for messages.
+        run: it, for a trial.
+        hidden: its hidden states (..., D), of which a trial takes a few.
+    """
+    inventory, reason = take_inventory(head), None
+    if hidden is None or run is None or hidden.numel() == 0:
+        reason = find_known_mixing(inventory, 0)
+    else:
+        given = hidden.detach()[(slice(2),) * (hidden.dim() - 2)][..., :_TRIED, :]
+        rows, own, run_head = given.flatten(0, -2), [dict(vars(module)) for module in inventory.modules], run
+
+        def run_anew(x: Tensor, piece: Tile) -> Tensor:
+            for module, before in zip(inventory.modules, own, strict=True):  # with the attributes of its call
+                for key in [key for key in vars(module) if key not in before]:
+                    del vars(module)[key]
+                vars(module).update({key: value for key, value in before.items() if key not in OF_MODULES})
+            # Everything comes in the shape in which the head is called without chunks.
+            return run_head(x.view_as(given)).flatten(0, -2) if piece.length == len(rows) else run_head(x)
+
+        reason = find_mixing(run_anew, inventory, rows, 0, 1, given.dim())
+    if reason is not None:
         raise InputError(
-            f"A head in chunks takes each token for itself. Received: {reason}. Normalise before the head, or with a LayerNorm."
+            f"A head in chunks takes each token for itself. Received: {name or 'it'}: {reason}. Compute what mixes "
+            "tokens before the head; revzoo.ordinary_(model) undoes chunk_loss_."
         )
 
 

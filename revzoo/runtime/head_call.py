@@ -26,16 +26,15 @@ from revzoo.device import has_value
 from revzoo.errors import InputError
 from revzoo.runtime.attributes import Attributes
 from revzoo.runtime.call_watch import CallWatch
-from revzoo.runtime.chunked_loss import Head, find_leaves, no_hooks, refuse_sharded
+from revzoo.runtime.chunked_loss import Head, find_leaves, no_hooks, refuse_mixing, refuse_sharded
 from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.independence import find_mixing
+from revzoo.runtime.inventory import find_plain_tensors
 from revzoo.runtime.random_state import RandomState
 from revzoo.runtime.round import begin_round
 from revzoo.runtime.tripwire import Watch
 
 _UNDO = "Undo it: revzoo.ordinary_(model)."
-_TRIED = 128  # tokens, for whether the head takes each for itself
 
 
 class HeadCall:
@@ -52,7 +51,7 @@ class HeadCall:
         sample: the logits of no token, (0, V).
         inputs: of the node: the hidden states, and the leaves in the head that require a gradient.
     Raises:
-        InputError: the head changes a parameter or buffer; it is as it was.
+        InputError: the head mixes tokens, or changes a buffer; it is as it was.
     """
 
     def __init__(self, module: nn.Module, name: str, run: Head, hidden: Tensor, chunk: int | None):
@@ -62,7 +61,7 @@ class HeadCall:
         self._version, self._memory = hidden._version, self._read_memory()
         self._leaves = [(t, t.requires_grad) for t in self._conditions.fixed if t.is_leaf]
         self._hidden: Tensor | None = hidden.detach().requires_grad_(hidden.requires_grad)
-        buffers = [(b, b.clone()) for b in module.buffers()]
+        refuse_mixing(module, name, run, hidden)
         self._round = begin_round(module, hidden)
         self._watch: CallWatch | None = None
         if self._round is not None and self._round.compares and (out := self._probe()) is not None:
@@ -72,28 +71,8 @@ class HeadCall:
         # No token has no FLOPs. With its graph: autocast keeps its casts of weights, and those without one would freeze them.
         none = hidden.new_empty((0, hidden.shape[-1])).requires_grad_(hidden.requires_grad)
         self.sample = self.head(none)
-        if changed := self._conditions.find_changed() or self._conditions.inventory.find_replaced():
-            self._attributes.restore()
-            with torch.no_grad():
-                for b, before in buffers:
-                    b.copy_(before)
-            raise InputError(f"A head in chunks runs several times. Received: {name}, which changes its {changed!r}. {_UNDO}")
-        if reason := self._find_mixing(hidden):
-            raise InputError(f"A head in chunks takes each token for itself. Received: {name}: {reason}. {_UNDO}")
+        self._plain = find_plain_tensors(self._conditions.inventory.modules)
         self.inputs = [self._hidden, *(leaf for leaf in find_leaves(self.sample) if leaf is not none)]
-
-    def _find_mixing(self, hidden: Tensor) -> str | None:
-        rows, inventory = hidden.detach().flatten(0, -2)[:_TRIED], self._conditions.inventory
-
-        def run(x: Tensor, _: Any) -> Tensor:
-            # Parameters and flags are those of the trial, other attributes those of the call.
-            attributes = Attributes(*inventory.modules)
-            try:
-                return self._run(x)
-            finally:
-                attributes.restore()
-
-        return None if len(rows) < 2 else find_mixing(run, inventory, rows, 0, len(rows) // 2)
 
     def head(self, x: Tensor) -> Tensor:
         """Return the logits (n, V) of hidden states (n, D), with the attributes that the head had when it was called."""
@@ -161,6 +140,8 @@ class HeadCall:
             changed = f"its {name!r}, which was"
         if changed is None and self._read_memory() != self._memory:
             changed = "a parameter or buffer whose .data was"
+        if changed is None and find_plain_tensors(self._conditions.inventory.modules) != self._plain:
+            changed = "a tensor in one of its attributes, which was"
         if changed is not None:
             raise InputError(
                 f"The logits of {self.name} are computed when they, or their loss, are asked for. Received: {changed} changed "

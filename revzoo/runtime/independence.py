@@ -26,11 +26,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from revzoo.device import has_value, is_capturing
 from revzoo.runtime.attributes import Attributes
 from revzoo.runtime.inventory import Inventory, set_training
+from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import RandomState, find_generators
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tiles import Tile
 
 Piece = Callable[[Tensor, Tile], Any]  # f, given a piece of its input and which piece that is
+OF_MODULES = vars(nn.Module()).keys()  # attributes that every module has
+_HOLDING = Tensor, float, list, tuple, dict  # kinds of other attributes that f may leave results in
 _Check = Callable[[Any, Any], bool]  # whether a result for everything, and one of a trial, show that places are mixed
 
 
@@ -46,8 +49,9 @@ def find_known_mixing(inventory: Inventory, dim: int) -> str | None:
 
 
 def drops_examples(module: nn.Module) -> bool:
-    """Return whether a module is a drop path, which draws for each example, of timm's or a library like it."""
-    return type(module).__name__.endswith("DropPath") and bool(getattr(module, "drop_prob", None))
+    """Return whether a module is a drop path, which draws for each example, of timm's, torchvision's or one like these."""
+    is_one = type(module).__name__.endswith(("DropPath", "StochasticDepth"))
+    return is_one and bool(getattr(module, "drop_prob", getattr(module, "p", None)))
 
 
 def can_tell(x: Tensor) -> bool:
@@ -56,12 +60,22 @@ def can_tell(x: Tensor) -> bool:
 
 
 def describe_code(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """Return what the code of modules is besides their tensors and submodules: classes, hooks, another `forward`."""
-    others = [(m.__dict__.get("forward"), *m._forward_pre_hooks.values(), *m._forward_hooks.values()) for m in modules]
-    return (*map(type, modules), *(getattr(each, "__code__", type(each)) for each in chain.from_iterable(others)))
+    """Return what the code of modules is besides their tensors and submodules: classes, hooks, functions, flags and words."""
+    others = [(*m._forward_pre_hooks.values(), *m._forward_hooks.values()) for m in modules]
+    held = [
+        (key, x)
+        for m in modules
+        for key, x in vars(m).items()
+        if key != "_call_impl" and (callable(x) or isinstance(x, bool | str))
+    ]
+    flags = (x if isinstance(x, bool | str) else getattr(x, "__code__", type(x)) for _, x in held)
+    codes = (getattr(each, "__code__", type(each)) for each in chain.from_iterable(others))
+    return (*map(type, modules), *codes, *(key for key, _ in held), *flags)
 
 
-def find_mixing(f: Piece, inventory: Inventory, x: Tensor, dim: int, size: int, kind: Any = None) -> str | None:
+def find_mixing(
+    f: Piece, inventory: Inventory, x: Tensor, dim: int, size: int, kind: Any = None, may_draw: bool = True
+) -> str | None:
     """Return why f may not be run on pieces one by one, as the end of a sentence; None if it may, or if nobody can tell.
 
     Values are compared in its present mode, or in evaluation if it draws random numbers there. What f raises for everything is
@@ -74,23 +88,25 @@ def find_mixing(f: Piece, inventory: Inventory, x: Tensor, dim: int, size: int, 
         dim: the dimension that is cut, from 0.
         size: places in a piece.
         kind: what else tells functions of these modules apart.
+        may_draw: whether f may draw random numbers, which each piece then does for itself.
     """
+    if (reason := find_known_mixing(inventory, dim)) is not None:
+        return reason
     key, length = (dim, size, kind, describe_code(inventory.modules)), x.shape[dim]
     tried, reason = inventory.tested.get(key, (-1, None))
     if reason is not None or length <= tried or is_capturing() or torch.compiler.is_compiling():
         return reason
-    reason = find_known_mixing(inventory, dim)
-    if reason is None and can_tell(x):
+    if can_tell(x):
         with on_trial(inventory, x.device):
-            reason = _Trial(f, inventory, x, dim, size).find_reason()
+            reason = _Trial(f, inventory, x, dim, size, may_draw).find_reason()
         inventory.tested[key] = length, reason
     return reason
 
 
 class _Trial:
-    def __init__(self, f: Piece, inventory: Inventory, x: Tensor, dim: int, size: int):
+    def __init__(self, f: Piece, inventory: Inventory, x: Tensor, dim: int, size: int, may_draw: bool):
         length = x.shape[dim]
-        self._f, self._inventory, self._x = f, inventory, x
+        self._f, self._inventory, self._x, self._may_draw = f, inventory, x, may_draw
         self._whole = Tile(dim, 0, length)
         last = (length - 1) // size * size
         self._pieces = [Tile(dim, 0, min(size, length)), Tile(dim, last, length - last)]
@@ -123,6 +139,8 @@ class _Trial:
                 random.end_first_run()
                 if changed := [key for (key, t), version in zip(fixed, versions, strict=True) if t._version != version]:
                     return f"f changes its {changed[0]!r} in every run"
+                if random.has_drawn and not self._may_draw:
+                    return "f draws random numbers"
                 for piece in () if random.has_drawn else self._pieces:
                     check = lambda a, b, piece=piece: self._differs(a, b, piece)  # noqa: E731
                     if check(whole, self._run(piece)):
@@ -217,15 +235,17 @@ def on_trial(inventory: Inventory, device: torch.device) -> Iterator[None]:
 
 
 def randomize(modules: Sequence[nn.Module]) -> None:
-    """Give modules other parameters, with noise of a size that is usual for each: inside `on_trial`."""
-    known: dict[Tensor, nn.Parameter] = {}  # one may have several names
-    for module in modules:
-        for key, p in module._parameters.items():
+    """Give modules other parameters and buffers, with noise of a size that is usual for each: inside `on_trial`."""
+    known: dict[Tensor, Tensor] = {}  # one may have several names
+    tables: list[dict[str, Any]] = [table for module in modules for table in (module._parameters, module._buffers)]
+    for table in tables:
+        for key, p in table.items():
             if p is not None and p.is_floating_point() and p.dtype.itemsize >= 2:
                 size = 0.5 if p.dim() < 2 else p[0].numel() ** -0.5
                 if p not in known:
-                    known[p] = nn.Parameter(torch.randn_like(p.detach()).mul_(size).add_(p.detach()), p.requires_grad)
-                module._parameters[key] = known[p]
+                    noisy = torch.randn_like(p.detach()).mul_(size).add_(p.detach())
+                    known[p] = nn.Parameter(noisy, p.requires_grad) if isinstance(p, nn.Parameter) else noisy
+                table[key] = known[p]
 
 
 def _list_tensors(inventory: Inventory) -> Iterator[tuple[str, Tensor]]:
@@ -234,15 +254,18 @@ def _list_tensors(inventory: Inventory) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, t) for name, t in named if not t.is_inference())
 
 
-def _list_attributes(inventory: Inventory) -> dict[Any, Tensor]:
-    """Return the floating tensors that modules hold besides parameters and buffers, by module and name."""
-    attributes = (((i, key), x) for i, m in enumerate(inventory.modules) for key, x in m.__dict__.items())
-    return {at: x for at, x in attributes if isinstance(x, Tensor) and x.is_floating_point()}
+def _list_attributes(inventory: Inventory) -> dict[Any, Any]:
+    """Return the tensors and fractions that modules hold besides parameters and buffers, by module, name and place."""
+    own = ((i, key, x) for i, m in enumerate(inventory.modules) for key, x in vars(m).items() if key not in OF_MODULES)
+    held = ((i, key, [x] if isinstance(x, float) else [*tensors_in(x)]) for i, key, x in own if isinstance(x, _HOLDING))
+    return {(i, key, place): each for i, key, found in held for place, each in enumerate(found)}
 
 
-def _is_of_all(of_piece: Tensor, of_all: Tensor | None) -> bool:
-    """Return whether a tensor that f has left, such as a loss, is another one for a piece."""
-    return of_all is not None and of_all.shape == of_piece.shape and not torch.equal(of_piece, of_all)
+def _is_of_all(of_piece: Any, of_all: Any) -> bool:
+    """Return whether what f has left, such as a loss, is another one for a piece."""
+    if of_all is None or of_piece is of_all:
+        return False
+    return of_piece != of_all if isinstance(of_piece, float) else not torch.equal(of_piece, of_all)
 
 
 @contextmanager

@@ -218,7 +218,10 @@ def _compute_loss(
 
     def compute(hidden: Tensor) -> Tensor:
         options = reduction, ignore_index, memory.call.chunk, tokens, memory.sample.shape[-1]
-        return compute_in_chunks(memory.head, hidden, target, loss, *options).to(memory.sample.dtype)
+        of_none = F.cross_entropy(
+            memory.sample.detach(), target.new_empty(0), reduction="sum"
+        )  # in the dtype that autocast gives
+        return compute_in_chunks(memory.head, hidden, target, loss, *options).to(of_none.dtype)
 
     return memory.call.compute(logits, compute, memory.given)
 
@@ -241,7 +244,7 @@ def _record(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -
     if isinstance(layouts, Tensor):
         return _arrange(first, layouts, name)
     arranged = [_arrange(first, each, name) for each in layouts]
-    return None if None in arranged else type(layouts)(arranged)
+    return None if any(each is None for each in arranged) else type(layouts)(arranged)
 
 
 def _arrange(logits: LazyLogits, layout: Tensor, name: str) -> LazyLogits | None:
@@ -267,11 +270,9 @@ def _choose(logits: LazyLogits, index: Any) -> LazyLogits | None:
         last, width = items[-1], logits.shape[-1]
         if not isinstance(last, slice) or last.indices(width) != (0, width, 1):
             return None
-        items[-1] = slice(None)
+        items.pop()
     if (tokens := _find_tokens_in_order(logits)) is None:
         return None
-    if consumed == logits.dim():
-        items.pop()
     return _attach(LazyLogits(logits._memory.of(tokens[tuple(items)])), logits)
 
 
@@ -284,7 +285,7 @@ def _follow(logits: LazyLogits, func: Any, name: str, args: Sequence[Any], kwarg
             continue
         if t.numel() != (t.shape[-1] if t.dim() else 1) or t.numel() not in (1, width) or t.dim() > logits.dim():
             return None  # these are no numbers for all tokens: one, or V
-        copies[t] = t.detach().clone().flatten().requires_grad_(t.requires_grad)  # whatever becomes of them
+        copies[t] = t.detach().clone().view(t.shape[-1:]).requires_grad_(t.requires_grad)  # whatever becomes of them
     if tokens is None:
         return None
 
@@ -316,4 +317,4 @@ def _find_tokens_in_order(logits: LazyLogits) -> Tensor | None:
 
 
 def _is_array(index: Any) -> bool:
-    return isinstance(index, list) or hasattr(index, "__array__")
+    return not (index is None or index is ... or isinstance(index, int | slice))

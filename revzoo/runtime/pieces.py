@@ -138,7 +138,9 @@ class _KeptPiece(NamedTuple):
 def run_in_pieces(
     f: Callable[[Tensor], Tensor], module: nn.Module, name: str, x: Tensor, count: int, kept: Tensor | None = None
 ) -> Tensor:
-    """Return f(x), computed in pieces along its longest dimension but the last; as a whole if f is seen to mix the places.
+    """Return f(x), computed in pieces along its longest dimension but the last.
+
+    If f mixes the places, or draws random numbers, it is computed as a whole.
 
     Args:
         f: returns a tensor of the shape of x.
@@ -150,7 +152,8 @@ def run_in_pieces(
     """
     dim = max(range(x.dim() - 1), key=x.shape.__getitem__)
     tiles, inventory = Tiles(count, dim).cut(x), take_inventory(module)
-    if len(tiles) == 1 or find_mixing(lambda part, _: f(part), inventory, x.detach(), dim, tiles[0].length) is not None:
+    what = lambda part, _: f(part), inventory, x.detach(), dim, tiles[0].length
+    if len(tiles) == 1 or find_mixing(*what, may_draw=False) is not None:
         return f(x)
     forward, total, pieces = Forward(x), Sum(), _Kept(len(tiles), x.dtype)
     forward.round = begin_round(module, x, (count,))

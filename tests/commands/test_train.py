@@ -60,7 +60,7 @@ def test_the_recipe_that_is_printed_is_a_recipe(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     printed = run("train", "digits", "train.epochs=7", "--print-config")
     (tmp_path / "mine.yaml").write_text(printed)
-    assert "  # number of epochs.\n  epochs: 7\n" in printed
+    assert "  epochs: 7\n" in printed
     assert run("train", "mine.yaml", "--print-config") == printed
 
 
@@ -70,7 +70,6 @@ def test_every_recipe_is_printed(recipe, run, refused):
     printed = run("train", recipe, "--print-config")
     settings = OmegaConf.to_container(OmegaConf.create(printed))
     assert (settings["model"]["name"] == "???") == (recipe == "finetune")
-    assert "  # folder or file of the data" in printed
     message = refused("train", recipe, "--print-config", "train.epochs=none")
     assert message.startswith("1 problem found:\n  override: train.epochs: found 'none'; allowed: ")
 

@@ -101,6 +101,8 @@ def test_flops_and_calls_are_those_of_the_tokens_that_count():
     calls = []
     head.register_forward_hook(lambda *_: calls.append(1))
     count = int((labels != -100).sum())
+    revzoo.chunked_loss(head, hidden, labels)  # it is tried
+    calls.clear()
     with FlopCounterMode(display=False) as flops:
         revzoo.chunked_loss(head, hidden, labels, chunk=7).backward()
     assert flops.get_total_flops() == 3 * 2 * count * WIDTH * VOCABULARY
@@ -130,9 +132,10 @@ def test_the_chunk_fits_its_bytes_once_the_width_is_known(monkeypatch):
         return head(x)
 
     for given, expected in ((head.forward, [1, 10, 10, 10, 4]), (head, [10, 10, 10, 5])):
-        sizes.clear()
         handle = head.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-        revzoo.chunked_loss(given if given is head else call, hidden, labels)
+        for _ in range(2):  # it is tried in the first
+            sizes.clear()
+            revzoo.chunked_loss(given if given is head else call, hidden, labels)
         handle.remove()
         assert (sizes if given is head else sizes[::2]) == expected
 

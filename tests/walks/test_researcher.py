@@ -30,7 +30,7 @@ def test_photographs(user, photos, capsys):
     _, scratch, tiny, tune = user.read(PAGE, "revzoo train images data.root=photos")
     settings = user.type(f"{scratch} --print-config")
     assert f"root: {photos}\n" in settings
-    assert "  # number of epochs.\n  epochs: 30\n" in settings
+    assert "  epochs: 30\n" in settings
     assert user.type(f"{scratch} --dry-run").endswith("Dry run: nothing was trained, and nothing is written.\n")
     assert not Path("runs").exists()
 
