@@ -150,10 +150,12 @@ def preserve(model: nn.Module, tensors: Iterable[Tensor] = (), *, fake: bool = F
         for parameter, gradient, requires_grad in parameters:
             stack.callback(_restore_parameter, parameter, gradient, requires_grad)
         stack.callback(contents.restore)
+        plain = [t for module in model.modules() for t in vars(module).values() if isinstance(t, Tensor)]
+        values = KeptValues(plain if fake else [*tensors, *plain])
+        stack.callback(values.restore)
         if not fake:
-            values = KeptValues(tensors)
-            stack.callback(values.restore)
             _replace_tensors(model, "_buffers", _copy_buffer)
+        if plain or not fake:
             stack.enter_context(values)
         yield
 

@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
 
 from revzoo.device import has_value
 from revzoo.runtime.compiling import leave_uncompiled
@@ -53,7 +58,8 @@ class KeptValues(TorchDispatchMode):
         for t in tensors_in(describe_operation(func).list_written(args, kwargs or {})):
             key = t.untyped_storage()._cdata if t.layout is torch.strided else 0
             if key in self._storages and key not in self._kept:
-                self._kept[key] = t.untyped_storage().clone()
+                with _disable_current_modes():  # a FakeTensorMode would copy nothing
+                    self._kept[key] = t.untyped_storage().clone()
         return func(*args, **(kwargs or {}))
 
     # `torch.compile` goes on capturing, and flex_attention, which is an operator of a higher order, running.

@@ -7,7 +7,7 @@ another has returned.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,7 +184,7 @@ def split_into_atoms(graph: GraphModule, inputs: Sequence[Any]) -> list[Atom]:
     group = list(range(len(calls)))  # by call: the number of the last call of its atom
     for i, call in enumerate(calls):
         if call.changes:
-            _join(calls, group, min(place[node] for node in call.changes), i)
+            _join(calls, group, {place[node] for node in call.changes}, i)
     changed_later = set[Node]()
     stale = set[Node]()  # calls that would read something else the second time
     for call in reversed(calls):
@@ -231,9 +231,9 @@ def _follow(graph: GraphModule, inputs: Sequence[Any]) -> list["_Call"]:
         return [follower.run(node) for node in graph.graph.nodes if node not in follower.inputs and node.op != "output"]
 
 
-def _join(calls: Sequence["_Call"], group: list[int], first: int, last: int) -> None:
-    """Make one atom of two calls and of those in between that depend on it; the others are moved before it."""
-    joined = {group[first]}
+def _join(calls: Sequence["_Call"], group: list[int], firsts: Collection[int], last: int) -> None:
+    """Make one atom of calls, a last one, and those in between that depend on it; the others are moved before it."""
+    joined = {group[first] for first in firsts}
     while True:
         inside = [j for j in range(len(calls)) if group[j] in joined and j <= last]
         nodes = {calls[j].node for j in inside} | {calls[last].node}

@@ -293,8 +293,7 @@ class _PlannedCall:
 
     def _free_frames(self) -> None:
         """Free what the compiler raised where it ended a graph: that holds frames, and these hold tensors."""
-        if len(self._plans) != 1:
-            gc.collect()
+        gc.collect()
 
     def _note_variant(self) -> None:
         """Note that the module was compiled anew, and begin again where that has happened too often."""

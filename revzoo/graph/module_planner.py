@@ -215,7 +215,10 @@ class _Planner:
         counted = count_step(self.captured, stored, self.loss)
         peak = self._add_optimizer(counted.peak_bytes)
         if not self.schedules:  # then such a plan leaves the module as it is
-            peak = self._add_optimizer(count_own_peak(self.captured, self.loss))
+            try:
+                peak = self._add_optimizer(count_own_peak(self.captured, self.loss))
+            except Exception:  # what the compiler left out, or did in another way, may need values
+                peak = budget + 1
             if peak > budget:
                 return self._make_plan(stored, counted, budget, is_searched=False)
         notes = [f"Everything is stored: the budget is above the {format_bytes(peak)} that this takes."]

@@ -126,15 +126,15 @@ def explain_failures(module: nn.Module, batch: Any) -> Iterator[None]:
 def require_followable(module: nn.Module, graph: GraphModule) -> None:
     """Raise InputError if a captured graph has calls whose results have no memory to follow, or sizes that depend on values.
 
-    Raised before the graph runs, since one that stops on its way leaves PyTorch inside a transform of torch.func.
+    Raised before the graph runs, since one that stops on its way leaves PyTorch inside a transform or in inference mode.
     """
     graphs = (each for each in graph.modules() if isinstance(each, GraphModule))
     for node in (node for each in graphs for node in each.graph.nodes):
         path, _, function = (name := name_call(node)).rpartition(" (")
-        if function.rstrip(")").endswith("_increment_nesting"):
+        if function.rstrip(")").endswith(("_increment_nesting", "_enter_inference_mode")):
             raise InputError(
-                f"The forward of {type(module).__name__} uses vmap, grad or another transform of torch.func (in "
-                f"{path or 'itself'}), which cannot be planned. Plan a submodule that uses none."
+                f"The forward of {type(module).__name__} uses vmap, grad or another transform of torch.func, or "
+                f"torch.inference_mode (in {path or 'itself'}), which cannot be planned. Plan a submodule that uses none."
             )
         if any(t.is_nested for t in tensors_in(node.meta.get("example_value"))):
             raise InputError(

@@ -240,7 +240,9 @@ def randomize(modules: Sequence[nn.Module]) -> None:
     tables: list[dict[str, Any]] = [table for module in modules for table in (module._parameters, module._buffers)]
     for table in tables:
         for key, p in table.items():
-            if p is not None and p.is_floating_point() and p.dtype.itemsize >= 2:
+            if p is not None and p.dtype is torch.bool:
+                table[key] = ~p
+            elif p is not None and p.is_floating_point() and p.dtype.itemsize >= 2:
                 size = 0.5 if p.dim() < 2 else p[0].numel() ** -0.5
                 if p not in known:
                     noisy = torch.randn_like(p.detach()).mul_(size).add_(p.detach())

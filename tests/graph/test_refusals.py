@@ -116,6 +116,28 @@ def test_inference_mode(made_in):
         assert "Nothing is differentiated in torch.inference_mode()" in refuse(module, batch)
 
 
+def test_inference_mode_in_forward_leaves_pytorch_as_it_was():
+    class Peeking(Net):
+        def forward(self, x):
+            with torch.inference_mode():
+                size = x.abs().mean()
+            return super().forward(x) / (1 + size)
+
+    assert "or torch.inference_mode (in itself), which cannot be planned" in refuse(Peeking())
+    assert nn.Linear(8, 8)(torch.ones(8)).requires_grad
+
+
+def test_a_budget_above_all_is_planned_for_code_that_needs_values_outside_of_the_compiler():
+    class Reading(Net):
+        def forward(self, x):
+            if not torch.compiler.is_compiling():
+                x.sum().item()
+            return super().forward(x)
+
+    plan = revzoo.plan(Reading(), BATCH, "1GB")
+    assert plan.peak_bytes <= plan.no_recompute_peak_bytes
+
+
 def test_a_plan_is_not_applied_to_what_is_compiled_or_has_a_planned_part():
     torch._dynamo.reset()
     inner = Net()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import revzoo
 from revzoo.errors import RecoveryError
 from revzoo.graph import plan_module
 
@@ -68,6 +69,46 @@ def test_writes_in_forward_are_known(write: Callable[..., Any], same_step: Calla
     apply_plan(module, (BATCH, OTHER))
     for _ in range(3):
         same_step(module, plain, (BATCH, OTHER))
+
+
+class Twice(Net):
+    """One that reads one of two results to which a call writes."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = F.gelu(self.layers[1](F.gelu(self.layers[0](x * y))))
+        with torch.no_grad():
+            both = [x * 2, x.sin()]
+            self.write(both)
+        return torch.tanh(x * both[1] + F.gelu(self.layers[2](x)))
+
+
+@pytest.mark.parametrize("write", [lambda xs: torch._foreach_add_(xs, 1.0), lambda xs: torch.ops.revzoo_writes.scale(xs, 0.5)])
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.8])
+def test_calls_that_write_to_several_results(write: Callable[..., Any], share: float, same_step: Callable[..., None]):
+    torch._dynamo.reset()
+    module = Twice(write)
+    plain, least = copy.deepcopy(module), plan_module(module, (BATCH, OTHER), None)[0]
+    stored = least.no_recompute_peak_bytes
+    budget = int(least.peak_bytes + share * (stored - least.peak_bytes))
+    plan_module(module, (BATCH, OTHER), budget)[0].apply(module)
+    for _ in range(3):
+        same_step(module, plain, (BATCH, OTHER))
+
+
+def test_planning_leaves_plain_tensors_as_they_are():
+    class Decaying(Net):
+        def __init__(self):
+            super().__init__()
+            self.rate = torch.ones(16)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            self.rate.mul_(0.9)
+            return super().forward(x, y) * self.rate
+
+    module = Decaying()
+    revzoo.plan(module, (BATCH, OTHER), "1GB")
+    revzoo.measure_memory(module, (BATCH, OTHER))
+    assert bool((module.rate == 1).all())
 
 
 def test_a_write_that_no_operator_tells_of_is_refused():

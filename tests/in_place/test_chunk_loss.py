@@ -198,6 +198,12 @@ RECORDED = {
     "mask": lambda _, x, ids: F.cross_entropy(x[ids > 9, :], ids[ids > 9], label_smoothing=0.1),
     "scale": lambda model, x, ids: F.cross_entropy((2 - x * model.scale / 3).flatten(0, 1), ids.flatten(), reduction="sum"),
     "two losses": lambda model, x, ids: shift(model, x, ids) + shift(model, torch.tanh(x), ids.flip(1)),
+    "index": lambda _, x, ids: F.cross_entropy(x[:, (3, 1, 0)].flatten(0, 1), ids[:, [3, 1, 0]].flatten()),
+    "range": lambda _, x, ids: F.cross_entropy(x[range(1, -1, -1)].flatten(0, 1), ids.flip(0).flatten()),
+    "ellipsis": lambda _, x, ids: F.cross_entropy(x[..., ids[0] > 9, :].flatten(0, 1), ids[:, ids[0] > 9].flatten()),
+    "loop": lambda _, x, ids: sum(F.cross_entropy(each, own) for each, own in zip(x, ids, strict=True)),
+    "split": lambda _, x, ids: F.cross_entropy(x.chunk(2, 1)[1].flatten(0, 1), ids[:, 6:].flatten()),
+    "number": lambda model, x, ids: shift(model, x, ids) * (x.float() * torch.tensor(2.0, dtype=torch.float64)).dtype.itemsize,
     "none": lambda _, x, ids: (F.cross_entropy(x.view(-1, 50), ids.flatten(), reduction="none") * torch.arange(24)).sum(),
 }
 WHOLE = {
@@ -469,6 +475,56 @@ def test_a_head_is_tried_with_random_weights():
     revzoo.chunk_loss_(model, chunk=5)
     with pytest.raises(InputError, match="takes each token for itself. Received: head: what it returns"):
         model(ids)
+
+
+HEADS = {
+    "mean of dim 1": lambda head, x: head.own(x) + x.mean(1 if x.dim() == 3 else 0, keepdim=True).sum(-1, keepdim=True),
+    "pairs": lambda head, x: head.own(x + x.unflatten(-2, (-1, 2)).mean(-2).repeat_interleave(2, -2)),
+    "shape": lambda head, x: torch.einsum("btd,vd->btv", x, head.weight),
+    "left": lambda head, x: setattr(head, "left", [x.detach()]) or head.own(x),
+    "size": lambda head, x: setattr(head, "size", float(x.detach().norm())) or head.own(x),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_that_do_not_take_each_token_for_itself_are_refused(name):
+    class Head(nn.Linear):
+        own = nn.Linear.forward
+
+        def forward(self, x):
+            return HEADS[name](self, x)
+
+    model, ids = Small(shift), torch.randint(0, 50, (2, 12))
+    model.head = Head(8, 50)
+    revzoo.chunk_loss_(model, chunk=5)
+    with pytest.raises(InputError, match="A head in chunks takes each token for itself. Received: head: "):
+        model(ids)
+    with pytest.raises(InputError, match="A head in chunks takes each token for itself. Received: it: "):
+        revzoo.chunked_loss(Head(8, 50), torch.randn(2, 12, 8), ids)
+
+
+def test_the_dtype_of_the_loss_is_that_of_autocast():
+    model, ids = Small(lambda _, x, ids: F.cross_entropy(x.flatten(0, 1), ids.flatten())), torch.randint(0, 50, (2, 12))
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(ids).detach()
+
+    expected = run()
+    revzoo.chunk_loss_(model, chunk=5)
+    assert run().dtype == expected.dtype == torch.float32
+
+
+def test_a_tensor_in_an_attribute_that_is_written_later_is_an_error():
+    model, ids = Small(lambda _, x, ids: x), torch.randint(0, 50, (2, 12))
+    model.head.bound = torch.tensor(5.0)
+    model.head.forward = lambda x: F.linear(x, model.head.weight, model.head.bias).clamp(max=model.head.bound)
+    revzoo.chunk_loss_(model, chunk=5)
+    for _ in range(3):
+        logits = model(ids)
+        model.head.bound.mul_(0.5)
+        with pytest.raises(InputError, match="a tensor in one of its attributes, which was changed"):
+            F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
 def test_values_that_were_written_by_data_are_seen_in_the_first_steps():

@@ -407,6 +407,45 @@ def test_what_mixes_the_places_is_refused_by_name(make, shape, tiles, dim, culpr
     run(chain, make_streams(*shape), "store")
 
 
+class Gated(nn.Linear):
+    """Mixes examples behind a gate that is closed."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("gate", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, w):
+        return torch.where(self.gate, w.sign().mean(0), super().forward(w))
+
+
+def test_a_closed_gate_hides_nothing():
+    with pytest.raises(InputError, match=r"steps\.0 cannot be cut into tiles along dimension 0"):
+        run(make_chain(2, 4, 0, lambda: Gated(D, D)), make_streams(4, N, D), "invert")
+
+
+class Switched(nn.Linear):
+    """Mixes tokens if somebody says so."""
+
+    mixes, smooth = False, staticmethod(lambda w: w)
+
+    def forward(self, w):
+        return self.smooth(super().forward(w).cumsum(1) if self.mixes else super().forward(w))
+
+
+class StochasticDepth(nn.Identity):
+    p = 0.0
+
+
+@pytest.mark.parametrize("name", ["mixes", "smooth", "p"])
+def test_flags_functions_and_rates_are_looked_at_in_every_forward(name):
+    chain, streams = make_chain(2, 4, 1, lambda: nn.Sequential(Switched(D, D), StochasticDepth())), make_streams(4, N, D)
+    run(chain, streams, "invert")
+    linear, depth = chain.steps[1]
+    setattr(depth if name == "p" else linear, name, {"mixes": True, "smooth": lambda w: w.cumsum(1), "p": 0.5}[name])
+    with pytest.raises(InputError, match=r"steps\.1 cannot be cut into tiles along dimension 1"):
+        run(chain, streams, "invert")
+
+
 @pytest.mark.parametrize("change", ["module", "class", "forward", "hook", "length"])
 def test_what_is_exchanged_or_longer_is_tried_again(change):
     chain = make_chain(
