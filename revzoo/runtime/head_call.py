@@ -70,8 +70,14 @@ class HeadCall:
             self._watch.end_first_run()
         # No token has no FLOPs. With its graph: autocast keeps its casts of weights, and those without one would freeze them.
         none = hidden.new_empty((0, hidden.shape[-1])).requires_grad_(hidden.requires_grad)
-        self.sample = self.head(none)
         self._plain = find_plain_tensors(self._conditions.inventory.modules)
+        try:
+            self.sample = self.head(none)
+        except Exception as error:
+            raise InputError(
+                f"A head in chunks is called without a token, too. Received: {name}, which then raises {type(error).__name__}: "
+                f"{error}. {_UNDO}"
+            ) from error
         self.inputs = [self._hidden, *(leaf for leaf in find_leaves(self.sample) if leaf is not none)]
 
     def head(self, x: Tensor) -> Tensor:
@@ -157,7 +163,7 @@ class HeadCall:
         if self._hidden is None or not has_value(self._hidden):
             return None
         random = RandomState(self._conditions.random.generators)
-        with _disable_current_modes():  # but with its graph, as above
+        with _disable_current_modes(), no_hooks():  # but with its graph, as above
             out = self.head(self._hidden.flatten(0, -2)[:1]).detach()
         random.end_first_run()
         random.rewind()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.device import has_value, is_capturing
@@ -33,7 +34,7 @@ from revzoo.runtime.tiles import Tile
 
 Piece = Callable[[Tensor, Tile], Any]  # f, given a piece of its input and which piece that is
 OF_MODULES = vars(nn.Module()).keys()  # attributes that every module has
-_HOLDING = Tensor, float, list, tuple, dict  # kinds of other attributes that f may leave results in
+_HOLDING = Tensor, float, int, list, tuple, dict  # kinds of other attributes that f may leave results in
 _Check = Callable[[Any, Any], bool]  # whether a result for everything, and one of a trial, show that places are mixed
 
 
@@ -221,6 +222,7 @@ def on_trial(inventory: Inventory, device: torch.device) -> Iterator[None]:
     No dispatch mode sees it: those that count bytes and FLOPs count a step that is not tried.
     """
     random, attributes = RandomState(find_generators((device,))), Attributes(*inventory.modules)
+    cache = dict(parametrize._cache)
     try:
         for module in inventory.modules:
             if isinstance(module._buffers, dict):
@@ -231,14 +233,16 @@ def on_trial(inventory: Inventory, device: torch.device) -> Iterator[None]:
         attributes.restore()
         random.end_first_run()
         random.rewind()
-        torch.clear_autocast_cache()  # of casts without a graph
+        torch.clear_autocast_cache()  # of casts without a graph, as those of parametrize.cached()
+        parametrize._cache.clear()
+        parametrize._cache.update(cache)
 
 
 def randomize(modules: Sequence[nn.Module]) -> None:
     """Give modules other parameters and buffers, with noise of a size that is usual for each: inside `on_trial`."""
     known: dict[Tensor, Tensor] = {}  # one may have several names
-    tables: list[dict[str, Any]] = [table for module in modules for table in (module._parameters, module._buffers)]
-    for table in tables:
+    tables: list[Any] = [table for module in modules for table in (module._parameters, module._buffers)]
+    for table in (table for table in tables if isinstance(table, dict)):  # TorchScript's cannot be put back
         for key, p in table.items():
             if p is not None and p.dtype is torch.bool:
                 table[key] = ~p
@@ -257,9 +261,9 @@ def _list_tensors(inventory: Inventory) -> Iterator[tuple[str, Tensor]]:
 
 
 def _list_attributes(inventory: Inventory) -> dict[Any, Any]:
-    """Return the tensors and fractions that modules hold besides parameters and buffers, by module, name and place."""
+    """Return the tensors and numbers that modules hold besides parameters and buffers, by module, name and place."""
     own = ((i, key, x) for i, m in enumerate(inventory.modules) for key, x in vars(m).items() if key not in OF_MODULES)
-    held = ((i, key, [x] if isinstance(x, float) else [*tensors_in(x)]) for i, key, x in own if isinstance(x, _HOLDING))
+    held = ((i, key, [x] if isinstance(x, float | int) else [*tensors_in(x)]) for i, key, x in own if isinstance(x, _HOLDING))
     return {(i, key, place): each for i, key, found in held for place, each in enumerate(found)}
 
 
@@ -267,7 +271,7 @@ def _is_of_all(of_piece: Any, of_all: Any) -> bool:
     """Return whether what f has left, such as a loss, is another one for a piece."""
     if of_all is None or of_piece is of_all:
         return False
-    return of_piece != of_all if isinstance(of_piece, float) else not torch.equal(of_piece, of_all)
+    return not (torch.equal(of_piece, of_all) if isinstance(of_piece, Tensor) else of_piece == of_all)
 
 
 @contextmanager

@@ -262,6 +262,8 @@ def _arrange(logits: LazyLogits, layout: Tensor, name: str) -> LazyLogits | None
 
 def _choose(logits: LazyLogits, index: Any) -> LazyLogits | None:
     """Return the logits of the tokens that an index with arrays chooses; None if it chooses outputs of the head."""
+    if isinstance(index, list) and any(isinstance(i, Sequence) for i in index):  # as PyTorch reads it
+        return None
     items = list(index) if isinstance(index, tuple) else [index]
     items = [torch.as_tensor(i) if _is_array(i) else i for i in items]
     counted = [i for i in items if i is not None and i is not ...]
@@ -285,12 +287,12 @@ def _follow(logits: LazyLogits, func: Any, name: str, args: Sequence[Any], kwarg
             continue
         if t.numel() != (t.shape[-1] if t.dim() else 1) or t.numel() not in (1, width) or t.dim() > logits.dim():
             return None  # these are no numbers for all tokens: one, or V
-        copies[t] = t.detach().clone().view(t.shape[-1:]).requires_grad_(t.requires_grad)  # whatever becomes of them
+        copies[t] = t.detach().clone().requires_grad_(t.requires_grad)  # whatever becomes of them
     if tokens is None:
         return None
 
     def run(x: Tensor) -> Any:
-        fixed, named = map_tensors(lambda t: x if t is logits else copies[t], (list(args), kwargs))
+        fixed, named = map_tensors(lambda t: x if t is logits else copies[t].view(t.shape[-1:]), (list(args), kwargs))
         return func(*fixed, **named)
 
     sample = run(memory.sample)

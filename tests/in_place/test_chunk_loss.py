@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import revzoo
 from revzoo.errors import ConversionError, InputError, RecoveryError, UnknownNameError
@@ -203,6 +204,7 @@ RECORDED = {
     "ellipsis": lambda _, x, ids: F.cross_entropy(x[..., ids[0] > 9, :].flatten(0, 1), ids[:, ids[0] > 9].flatten()),
     "loop": lambda _, x, ids: sum(F.cross_entropy(each, own) for each, own in zip(x, ids, strict=True)),
     "split": lambda _, x, ids: F.cross_entropy(x.chunk(2, 1)[1].flatten(0, 1), ids[:, 6:].flatten()),
+    "bias": lambda model, x, ids: shift(model, x * model.scale[None, None] + model.head.bias[None], ids),
     "number": lambda model, x, ids: shift(model, x, ids) * (x.float() * torch.tensor(2.0, dtype=torch.float64)).dtype.itemsize,
     "none": lambda _, x, ids: (F.cross_entropy(x.view(-1, 50), ids.flatten(), reduction="none") * torch.arange(24)).sum(),
 }
@@ -482,6 +484,8 @@ HEADS = {
     "pairs": lambda head, x: head.own(x + x.unflatten(-2, (-1, 2)).mean(-2).repeat_interleave(2, -2)),
     "shape": lambda head, x: torch.einsum("btd,vd->btv", x, head.weight),
     "left": lambda head, x: setattr(head, "left", [x.detach()]) or head.own(x),
+    "tokens": lambda head, x: setattr(head, "tokens", x.numel() // 8) or head.own(x),
+    "no token": lambda head, x: head.own(x) if x.numel() else [][0],
     "size": lambda head, x: setattr(head, "size", float(x.detach().norm())) or head.own(x),
 }
 
@@ -497,10 +501,39 @@ def test_heads_that_do_not_take_each_token_for_itself_are_refused(name):
     model, ids = Small(shift), torch.randint(0, 50, (2, 12))
     model.head = Head(8, 50)
     revzoo.chunk_loss_(model, chunk=5)
-    with pytest.raises(InputError, match="A head in chunks takes each token for itself. Received: head: "):
+    with pytest.raises(
+        InputError, match=r"A head in chunks (takes each token for itself|is called without a token, too)\. Received: head"
+    ):
         model(ids)
-    with pytest.raises(InputError, match="A head in chunks takes each token for itself. Received: it: "):
-        revzoo.chunked_loss(Head(8, 50), torch.randn(2, 12, 8), ids)
+    if name != "no token":
+        with pytest.raises(InputError, match="A head in chunks takes each token for itself. Received: it: "):
+            revzoo.chunked_loss(Head(8, 50), torch.randn(2, 12, 8), ids)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated")
+def test_what_a_trial_may_not_touch_stays():
+    """Weights of TorchScript, which cannot be put back, and what parametrize.cached() holds."""
+    head = torch.jit.script(nn.Linear(8, 50))
+    before = head.weight.detach().clone()
+    revzoo.chunked_loss(head, torch.randn(2, 12, 8), torch.randint(0, 50, (2, 12)))
+    assert torch.equal(head.weight, before)
+    model, ids = Small(shift), torch.randint(0, 50, (2, 12))
+    nn.utils.parametrizations.weight_norm(model.head)
+    revzoo.chunk_loss_(model, chunk=1000)
+    with nn.utils.parametrize.cached():
+        model(ids).backward()
+    assert all(p.grad is not None for p in model.head.parameters())
+
+
+def test_a_head_may_set_tensors_on_itself_and_stand_in_a_checkpoint():
+    model, ids = Small(shift), torch.randint(0, 50, (2, 12))
+    model.head.forward = lambda x: setattr(model.head, "own", model.head.weight * 1) or F.linear(x, model.head.own)
+    expected = model(ids)
+    revzoo.chunk_loss_(model, chunk=5)
+    for _ in range(20):
+        loss = checkpoint(model, ids, use_reentrant=False)
+        loss.backward()
+        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
 
 
 def test_the_dtype_of_the_loss_is_that_of_autocast():
