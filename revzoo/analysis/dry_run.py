@@ -150,7 +150,8 @@ def preserve(model: nn.Module, tensors: Iterable[Tensor] = (), *, fake: bool = F
         for parameter, gradient, requires_grad in parameters:
             stack.callback(_restore_parameter, parameter, gradient, requires_grad)
         stack.callback(contents.restore)
-        plain = [t for module in model.modules() for t in vars(module).values() if isinstance(t, Tensor)]
+        own = {id(t) for t in (*tensors, *model.buffers())}
+        plain = [t for t in contents.tensors if id(t) not in own]
         values = KeptValues(plain if fake else [*tensors, *plain])
         stack.callback(values.restore)
         if not fake:

@@ -7,7 +7,7 @@ checks its guards at every call, and hands over other graphs where shapes, dtype
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 from weakref import proxy
@@ -15,16 +15,15 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from revzoo.analysis.autocast import leave_autocast
 from revzoo.analysis.dry_run import LossFunction, call, compute_loss, isolated, mark_python_streams, require_module
 from revzoo.device import has_value
 from revzoo.errors import InputError
-from revzoo.graph.atoms import Atom, split_into_atoms
+from revzoo.graph.atoms import Atom, list_written, read_key, split_into_atoms
 from revzoo.graph.compiled_call import CompiledCall, Runner
 from revzoo.graph.digest import SharedInputs, compute_digest, find_shared
-from revzoo.graph.expansion import expand_calls
 from revzoo.graph.refusal import (
     describe_backward_hooks,
     explain_failures,
@@ -81,6 +80,7 @@ class Capture:
         self.notes = tuple(notes)
         self.module, self._batch = module, batch
         self._others: dict[int, tuple[Tensor, Tensor]] = {}  # what graphs read besides, by identity, with a copy of it
+        self._keys: list[dict[Node, int]] = []  # which memory the inputs of each call have
         self._graphs: list[GraphModule] = []  # as they are called; one may be called several times
         self._position = 0
         self._random = RandomState(find_generators({t.device for t in self.tensors})), mark_python_streams()
@@ -93,6 +93,13 @@ class Capture:
         with self._made:
             self._made.watch(self.tensors)
             require_results(self.module, self.run(self._note_and_run))
+        written = set[int]()  # memory that later graphs write to: what has read it would read something else the second time
+        for i, (each, keys) in reversed([*enumerate(zip(self.calls, self._keys, strict=True))]):
+            stale = {node for node, key in keys.items() if key in written}
+            is_stale = lambda atom, stale=stale: not stale.isdisjoint({*atom.reads} - {*atom.statistics})  # noqa: E731
+            atoms = [replace(atom, is_repeatable=False) if is_stale(atom) else atom for atom in each.atoms]
+            self.calls[i] = replace(each, atoms=atoms) if stale else each
+            written |= {keys[node] for node in list_written(each.atoms) if node in keys}
 
     def close(self) -> None:
         """Free what was captured."""
@@ -181,7 +188,6 @@ class Capture:
     def _is_same(self, graph: GraphModule, at: int, given: Sequence[Any]) -> bool:
         """Return whether a graph is that of a call, or equal: a forward that notes something once is captured twice."""
         if graph is not self._graphs[at]:
-            expand_calls(graph)
             if compute_digest(graph, given) != self.calls[at].digest:
                 return False
             self._graphs[at] = graph
@@ -194,7 +200,10 @@ class Capture:
             graph = _copy(graph)
         atoms = split_into_atoms(graph, given)
         first = self.calls[-1].numbers.stop + 1 if self.calls else 1
-        shared = find_shared(graph.graph.find_nodes(op="placeholder"), given, atoms)
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        pairs = zip(placeholders, given, strict=True)
+        self._keys.append({node: read_key(t) for node, t in pairs if isinstance(t, Tensor) and t.layout is torch.strided})
+        shared = find_shared(placeholders, given, atoms)
         self.calls.append(GraphCall(graph, atoms, compute_digest(graph, given), shared, first))
         return graph.forward(*given)
 

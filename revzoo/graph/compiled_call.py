@@ -31,6 +31,8 @@ from torch._guards import TracingContext
 from torch.fx import GraphModule
 from torch.fx.graph_module import _loader
 
+from revzoo.graph.expansion import expand_calls
+
 Runner = Callable[..., Any]
 Compile = Callable[[GraphModule, Sequence[Any]], Runner]
 _SUBMODULE = re.compile(r"\._modules\['(\w+)'\]")  # in the compiler's words
@@ -73,7 +75,10 @@ class CompiledCall:
         return any(entry.scalar is auto_dynamic for entry in (self.backend.numbers or {}).values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
+        first = _loader.next_id
+        results = self._run(*args, **kwargs)
+        self.backend.sources += range(first, _loader.next_id)
+        return results
 
 
 class _Backend:
@@ -92,7 +97,7 @@ class _Backend:
         self._module = ref(module)
         self.reason = ""
         self.environments = list[Any]()  # in which graphs were made
-        self.sources = set[str]()  # names under which PyTorch keeps the text of graphs
+        self.sources = list[int]()  # numbers of graphs' texts, which PyTorch keeps
         self._compile = compile
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
@@ -100,13 +105,8 @@ class _Backend:
         if (module := self._module()) is not None:
             for each in (*module.parameters(), *module.buffers()):
                 vars(each).pop("_dynamo_static_input_type", None)  # the compiler's mark
-        self._note_source(graph)
-        run = self._compile(graph, inputs)
-        self._note_source(graph)  # it may have been changed
-        return run
-
-    def _note_source(self, graph: GraphModule) -> None:
-        self.sources.add(cast(Any, graph.forward).__code__.co_filename)
+        expand_calls(graph)
+        return self._compile(graph, inputs)
 
     def note_failure(self, failure: GuardFail) -> None:
         _, _, condition = failure.reason.partition(": ")
@@ -118,8 +118,8 @@ def _forget(backend: _Backend) -> None:
     cached_backends.pop(id(backend), None)
     get_metrics_context()._edits.clear()  # tracebacks, which pile up
     for source in backend.sources:
-        _loader.eval_cache.pop(source, None)
-        linecache.cache.pop(source, None)
+        _loader.eval_cache.pop(f"<eval_with_key>.{source}", None)
+        linecache.cache.pop(f"<eval_with_key>.{source}", None)
     for each in filter(None, backend.environments):
         each.tracked_fakes = None  # a cycle is never freed in which a view has its base, or a parameter its gradient
     guards = set[int]()

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.nested import map_tensors
 
+_EXPANDED = "revzoo_expanded"  # in the meta of a graph
 _NOT_COMPARED = ("aten.detach", "prim.")  # autograd calls the first where hooks are set; subclasses ask for the others
 
 
@@ -32,6 +33,9 @@ def expand_calls(graph: GraphModule) -> None:
 
     Nothing is left to do in a graph that was expanded before.
     """
+    if graph.meta.get(_EXPANDED):
+        return
+    graph.meta[_EXPANDED] = True
     _inline_checkpoints(graph)
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target is F.scaled_dot_product_attention:

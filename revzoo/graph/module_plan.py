@@ -30,7 +30,6 @@ from revzoo.graph.atoms import Atom, list_written, read_key, split_into_atoms
 from revzoo.graph.capture import GraphCall
 from revzoo.graph.compiled_call import CompiledCall, Runner
 from revzoo.graph.digest import SharedInputs, compute_digest, find_shared, name_nodes
-from revzoo.graph.expansion import expand_calls
 from revzoo.graph.refusal import describe_backward_hooks, describe_modes, require_uncompiled
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Nest, Spans
@@ -310,7 +309,6 @@ class _PlannedCall:
             self._num_variants, self._drops_numbers = 0, False
 
     def _take(self, graph: GraphModule, _: Sequence[Any]) -> Runner:
-        expand_calls(graph)
         programs = defaultdict[int, list[Runner]](list)  # by their place in a forward; they differ in which inputs share memory
 
         def run(*given: Any) -> Any:

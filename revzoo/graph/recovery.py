@@ -280,9 +280,7 @@ class _Recovery:
         for node in list(self._env):
             self._refill_from(node)
         shared = self._shared
-        under = groupby(
-            enumerate(self._recipe.atoms), key=lambda each: (id(shared.settings[each[1]]), shared.grad_modes[each[1]])
-        )
+        under = groupby(enumerate(self._recipe.atoms), key=lambda at: (id(shared.settings[at[1]]), shared.grad_modes[at[1]]))
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _refuse):
             for (_, grad_mode), atoms in under:
                 first = list(atoms)

@@ -166,9 +166,8 @@ class ChunkedHead:
         run = self._own_forward or type(module).forward.__get__(module)
         hidden, key = look_for_state(module, args, kwargs)
         is_trained = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors_in(hidden), *module.parameters()))
-        is_lazy = (
-            module.training and is_trained and isinstance(hidden, Tensor) and hidden.dim() >= 2 and hidden.is_floating_point()
-        )
+        has_states = isinstance(hidden, Tensor) and hidden.dim() >= 2 and hidden.is_floating_point()
+        is_lazy = module.training and is_trained and has_states
         others = [a for a in (*args, *kwargs.values()) if a is not None and a is not hidden]
         if is_lazy and others and not is_head_of_tokens(module):
             is_lazy = False

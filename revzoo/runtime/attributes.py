@@ -101,12 +101,14 @@ class Contents(_Snapshot):
 
     def __init__(self, root: object, *, follows_functions: bool = False):
         super().__init__()
+        self.tensors = list[Tensor]()  # that are reached
         known, waiting = {id(root)}, deque([root])
         skipped = _PLAIN if follows_functions else {*_PLAIN, FunctionType}
         while waiting and len(known) < _MOST:
             each = waiting.popleft()
             if (rewind := _mark_state(each)) is not None:
                 self._held.append(rewind)
+            self.tensors += [each] if isinstance(each, Tensor) else []
             for inside in self._look_into(each):
                 if type(inside) not in skipped and id(inside) not in known:
                     known.add(id(inside))

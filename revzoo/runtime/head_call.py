@@ -259,9 +259,7 @@ class _Result(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, result: list[Tensor], inputs: Sequence[Tensor], edges: Sequence[GradientEdge]
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, result: list[Tensor], inputs: Sequence[Tensor], edges: list[GradientEdge]) -> Tensor:
         ctx.result, ctx.inputs, ctx.edges, ctx.like = result[0], inputs, edges, describe(logits)
         return result[0].detach()
 

@@ -191,10 +191,8 @@ class _Trial:
                 expected = whole.narrow(dim, piece.start * share, part.shape[dim])
                 if expected.shape != part.shape:
                     return True
-                is_finite = expected.isfinite()
-                error, size = (
-                    t.where(is_finite, 0.0).movedim(dim, 0).flatten(1).norm(dim=1) for t in (expected - part, expected)
-                )
+                known = expected.isfinite()
+                error, size = (t.where(known, 0.0).movedim(dim, 0).flatten(1).norm(dim=1) for t in (expected - part, expected))
                 return not bool((error <= self._limit * (size + size.square().mean().sqrt())).all())
         return False
 

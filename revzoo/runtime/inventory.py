@@ -101,11 +101,8 @@ class Inventory:
         """Return whether every dictionary holds the very objects that it held."""
         modules = self.modules
         now = _list_entries(modules)
-        return (
-            len(modules) == len(self._modules)
-            and len(now) == len(self._entries)
-            and all(map(is_, now, map(call, self._entries)))
-        )
+        has_as_many = len(modules) == len(self._modules) and len(now) == len(self._entries)
+        return has_as_many and all(map(is_, now, map(call, self._entries)))
 
     @cached_property
     def has_layers(self) -> bool:

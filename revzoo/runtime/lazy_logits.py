@@ -218,9 +218,7 @@ def _compute_loss(
 
     def compute(hidden: Tensor) -> Tensor:
         options = reduction, ignore_index, memory.call.chunk, tokens, memory.sample.shape[-1]
-        of_none = F.cross_entropy(
-            memory.sample.detach(), target.new_empty(0), reduction="sum"
-        )  # in the dtype that autocast gives
+        of_none = F.cross_entropy(memory.sample.detach(), target.new_empty(0), reduction="sum")  # under autocast, float32
         return compute_in_chunks(memory.head, hidden, target, loss, *options).to(of_none.dtype)
 
     return memory.call.compute(logits, compute, memory.given)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.fx.graph_module import _loader
 
 import revzoo
 from revzoo.errors import BudgetError
@@ -97,6 +98,12 @@ def test_a_module_goes_with_its_last_reference(use: Callable[[nn.Module], object
     del module
     gc.collect()
     assert not any(each() is not None for each in left)
+
+
+def test_no_text_of_graphs_stays():
+    before = len(_loader.eval_cache)
+    count(train_and_release, Tapped, 2)
+    assert len(_loader.eval_cache) == before
 
 
 @pytest.mark.parametrize("make", [Tapped, Annealed])
