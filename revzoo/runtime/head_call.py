@@ -75,8 +75,7 @@ class HeadCall:
             self.sample = self.head(none)
         except Exception as error:
             raise InputError(
-                f"A head in chunks is called without a token, too. Received: {name}, which then raises {type(error).__name__}: "
-                f"{error}. {_UNDO}"
+                f"A head in chunks is called without a token, too. Received: {name}, which then raises {error!r}. {_UNDO}"
             ) from error
         self.inputs = [self._hidden, *(leaf for leaf in find_leaves(self.sample) if leaf is not none)]
 

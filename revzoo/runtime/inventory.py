@@ -9,9 +9,9 @@ at once, and modules are copied and pickled without it.
 
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatch
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
-from operator import attrgetter, call, is_
+from operator import attrgetter, call, is_, is_not
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -29,6 +29,7 @@ _is_training: Callable[[nn.Module], bool] = attrgetter("training")
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
 _get_device: Callable[[Tensor], torch.device] = attrgetter("device")
 _get_dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
+_exists: Any = partial(is_not, None)  # as those above, in C
 _HOLDERS = [attrgetter(name) for name in ("_modules", "_parameters", "_buffers")]
 _get_holders = attrgetter("_modules", "_parameters", "_buffers")
 
@@ -80,7 +81,7 @@ class Inventory:
     @property
     def modules(self) -> list[nn.Module]:
         """The module and those inside, those that still exist."""
-        return [m for m in map(call, self._modules) if m is not None]
+        return list(filter(_exists, map(call, self._modules)))
 
     @property
     def submodules(self) -> list[nn.Module]:
@@ -90,7 +91,7 @@ class Inventory:
     @property
     def fixed(self) -> list[Tensor]:
         """Parameters and buffers that must be unchanged until backward, those that still exist."""
-        return [t for t in map(call, self._fixed) if t is not None]
+        return list(filter(_exists, map(call, self._fixed)))
 
     @property
     def statistics(self) -> list[Tensors]:
@@ -99,10 +100,11 @@ class Inventory:
 
     def has_same_entries(self) -> bool:
         """Return whether every dictionary holds the very objects that it held."""
-        modules = self.modules
-        now = _list_entries(modules)
-        has_as_many = len(modules) == len(self._modules) and len(now) == len(self._entries)
-        return has_as_many and all(map(is_, now, map(call, self._entries)))
+        modules = list(map(call, self._modules))
+        if None in modules:
+            return False
+        now = _list_entries(cast(list[nn.Module], modules))
+        return len(now) == len(self._entries) and all(map(is_, now, map(call, self._entries)))
 
     @cached_property
     def has_layers(self) -> bool:
@@ -194,7 +196,7 @@ def take_inventory(f: Any) -> Inventory:
     key = tuple(map(id, silent))
     known = inventories.get(key)
     if known is not None and known.has_same_entries():
-        flags = read_training(known.modules)
+        flags = list(map(_is_training, cast(Any, map(call, known._modules))))
         if known.training == flags:
             return known
         known = inventories.get((*key, *flags))

@@ -43,7 +43,7 @@ def test_students_counts_on_a_t4():
     """They print 110 stored, 182 checkpointed and 191 reversible, each with a step of its own making."""
     model = revzoo.create("rev_gpt_20m", device="meta")
     answer, _ = compare_losses(model, 8, "14.5GiB", optimizer=torch.optim.AdamW(model.parameters()))
-    assert [method.largest for method in answer.methods] == [78, 116, 178, 541, 213, 1008]
+    assert [method.largest for method in answer.methods] == [78, 111, 178, 546, 213, 1023]
 
 
 def test_the_table(run, monkeypatch):
