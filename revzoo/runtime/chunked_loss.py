@@ -242,7 +242,7 @@ def _refuse_outer() -> InputError:
 def no_hooks(leaves: tuple[Tensor, ...] | list[Tensor] = ()) -> Iterator[None]:
     """Keep what surrounds the loss away from a chunk's own graph: hooks of saved tensors, and those of leaves' gradients."""
     hooks = [leaf._backward_hooks for leaf in leaves]
-    with saved_tensors_hooks(_return, _return):
+    with saved_tensors_hooks(Tensor.detach, _return):  # detached: a result that its own node keeps would be a cycle
         try:
             for leaf in leaves:
                 leaf._backward_hooks = None
