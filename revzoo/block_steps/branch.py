@@ -103,7 +103,7 @@ class BranchStep(BlockStep):
             return 1
         if not has_value(state):  # where nothing is computed, parameters are others for a while
             return self.branch.groups
-        tested, key = _find_tested(attention)
+        tested, key = _get_verdicts(attention)
         if key in tested:
             return tested[key][0]
 
@@ -135,11 +135,11 @@ class BranchStep(BlockStep):
 
 def note_groups(attention: nn.Module, groups: int) -> None:
     """Note that the heads of an attention can be put into groups, as long as nothing in it is exchanged."""
-    tested, key = _find_tested(attention)
+    tested, key = _get_verdicts(attention)
     tested[key] = groups, None
 
 
-def _find_tested(attention: nn.Module) -> tuple[dict[Any, tuple[int, str | None]], Any]:
+def _get_verdicts(attention: nn.Module) -> tuple[dict[Any, tuple[int, str | None]], Any]:
     inventory = take_inventory(attention)
     return inventory.tested, ("groups", describe_code(inventory.modules))
 

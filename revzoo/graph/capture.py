@@ -96,9 +96,8 @@ class Capture:
         written = set[int]()  # memory that later graphs write to: what has read it would read something else the second time
         for i, (each, keys) in reversed([*enumerate(zip(self.calls, self._keys, strict=True))]):
             stale = {node for node, key in keys.items() if key in written}
-            is_stale = lambda atom, stale=stale: not stale.isdisjoint({*atom.reads} - {*atom.statistics})  # noqa: E731
-            atoms = [replace(atom, is_repeatable=False) if is_stale(atom) else atom for atom in each.atoms]
-            self.calls[i] = replace(each, atoms=atoms) if stale else each
+            atoms = [replace(a, is_repeatable=a.is_repeatable and stale.isdisjoint(a.reads)) for a in each.atoms]
+            self.calls[i] = replace(each, atoms=atoms)
             written |= {keys[node] for node in list_written(each.atoms) if node in keys}
 
     def close(self) -> None:

@@ -117,11 +117,13 @@ def _forget(backend: _Backend) -> None:
     """Take out what the compiler has made with a backend: with the module's own functions too, if it ended a graph in them."""
     cached_backends.pop(id(backend), None)
     get_metrics_context()._edits.clear()  # tracebacks, which pile up
-    for source in backend.sources:
-        _loader.eval_cache.pop(f"<eval_with_key>.{source}", None)
-        linecache.cache.pop(f"<eval_with_key>.{source}", None)
-    for each in filter(None, backend.environments):
-        each.tracked_fakes = None  # a cycle is never freed in which a view has its base, or a parameter its gradient
+    while backend.sources:
+        source = f"<eval_with_key>.{backend.sources.pop()}"
+        _loader.eval_cache.pop(source, None)
+        linecache.cache.pop(source, None)
+    while backend.environments:
+        if (each := backend.environments.pop()) is not None:
+            each.tracked_fakes = None  # a cycle is never freed in which a view has its base, or a parameter its gradient
     guards = set[int]()
     for codes in (input_codes, output_codes):
         codes.seen = [each for each in codes.seen if each() is not None]

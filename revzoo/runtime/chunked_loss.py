@@ -296,7 +296,7 @@ def _require(head: Any, hidden: Tensor, labels: Tensor, reduction: str, chunk: A
         raise InputError(f"reduction is 'mean', 'sum' or 'none'. Received: {reduction!r}.")
     require_chunk(chunk)
     refuse_sharded(hidden, *(head.parameters() if isinstance(head, nn.Module) else ()))
-    if isinstance(head, nn.Module) and head.training:
+    if isinstance(head, nn.Module):
         refuse_mixing(head, "", head, hidden)
 
 
@@ -315,7 +315,7 @@ def refuse_mixing(head: nn.Module, name: str, run: Head | None = None, hidden: T
         run: it, for a trial.
         hidden: its hidden states (..., D), of which a trial takes a few.
     """
-    inventory, reason = take_inventory(head), None
+    inventory = take_inventory(head)
     if hidden is None or run is None or hidden.numel() == 0:
         reason = find_known_mixing(inventory, 0)
     else:

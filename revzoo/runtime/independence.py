@@ -33,7 +33,7 @@ from revzoo.runtime.settings import Settings
 from revzoo.runtime.tiles import Tile
 
 Piece = Callable[[Tensor, Tile], Any]  # f, given a piece of its input and which piece that is
-OF_MODULES = vars(nn.Module()).keys()  # attributes that every module has
+OF_MODULES = {*vars(nn.Module()), "_call_impl"}  # attributes that every module has or may be given by this package
 _HOLDING = Tensor, float, int, list, tuple, dict  # kinds of other attributes that f may leave results in
 _Check = Callable[[Any, Any], bool]  # whether a result for everything, and one of a trial, show that places are mixed
 
@@ -64,10 +64,7 @@ def describe_code(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     """Return what the code of modules is besides their tensors and submodules: classes, hooks, functions, flags and words."""
     others = [(*m._forward_pre_hooks.values(), *m._forward_hooks.values()) for m in modules]
     held = [
-        (key, x)
-        for m in modules
-        for key, x in vars(m).items()
-        if key != "_call_impl" and (callable(x) or isinstance(x, bool | str))
+        (k, x) for m in modules for k, x in vars(m).items() if k not in OF_MODULES and (callable(x) or type(x) in (bool, str))
     ]
     flags = (x if isinstance(x, bool | str) else getattr(x, "__code__", type(x)) for _, x in held)
     codes = (getattr(each, "__code__", type(each)) for each in chain.from_iterable(others))

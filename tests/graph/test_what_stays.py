@@ -106,6 +106,15 @@ def test_no_text_of_graphs_stays():
     assert len(_loader.eval_cache) == before
 
 
+@pytest.mark.filterwarnings("ignore:Annealed is compiled anew again and again")
+def test_variants_that_are_dropped_leave_no_environment():
+    module = Annealed()
+    plan(module).apply(module)
+    for _ in range(20):  # with variants that are dropped
+        module(BATCH).square().sum().backward()
+    assert len(vars(module)["_compiled_call_impl"]._call._captured.backend.environments) < 12
+
+
 @pytest.mark.parametrize("make", [Tapped, Annealed])
 def test_four_plans_leave_no_more_than_two(make: type[nn.Module]):
     """No tensor, graph or object of this package. PyTorch notes some dozens of things at every compilation."""
