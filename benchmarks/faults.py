@@ -1,25 +1,30 @@
-"""Leave trainings alone and break them: kill them, damage their states, start them twice, fill their disk.
+"""Leave trainings alone and break them: stop, damage, tear, start twice, delete, fill the disk.
 
-    python benchmarks/faults.py             50 kills, 20 damaged states, 10 double starts, 5 full disks
-    python benchmarks/faults.py --quick     one or two of each
+    python benchmarks/faults.py             50 stopped, 20 damaged, 10 torn, 10 started twice, 5 full disks, 3 deleted; mutants
+    python benchmarks/faults.py --quick     one or three of each, of two recipes, and mutants
 
-Run by hand when what saves or resumes has changed: it takes minutes, and CI leaves it out.
+The slow tests run it quickly; whole, which takes an hour, it is run by hand when what saves or resumes has changed.
 
-Every fault befalls a training by the command, in a process of its own, of one of five recipes made small. Afterwards it is
-resumed to its end and compared with the same training left alone: weights after the last epoch, best weights, and metrics. The
-table of memory is left out, so that most of the time is training.
+Every fault befalls a training by the command, in a process of its own, of one of several recipes made small: of images and
+texts, with a budget, with random signs and tiles, with states written in a thread, and in two processes. Afterwards it is
+resumed to its end and compared with the same training left alone: weights after the last epoch, best weights, and metrics. What
+counts memory before the first step is left out, so that most of the time is training.
 
-    killed          SIGKILL at a random time, and in half of the cases once more after resuming
+    stopped         SIGKILL, SIGTERM or SIGINT at a random time, and in half of the cases once more after resuming
     damaged         one file of the newest state has a bit flipped, is cut, emptied or removed; in every fourth case every state
-    started twice   two processes resume the same folder at the same time
+    torn            the folder is copied while it is written, states first, and the copy is resumed
+    started twice   two processes resume the same folder at the same time; only where they overlap it counts
     full disk       no file can grow beyond a random size (RLIMIT_FSIZE), until the training is resumed
+    deleted         the folder is deleted while it is written: the command says so, and makes no other
 
 A fault is *survived* where the end is bit-identical, *refused* where the command ends with status 2 and says why and what to do
 (the run is then as it was), and *lost* otherwise: other weights, other metrics, or an error that only a programmer can read. A
-training with a fault that could be survived must be. Status 1 if anything is lost.
+training with a fault that could be survived must be. A mutant is revzoo with one thing broken, of which a fault has to tell.
+Status 1 if anything is lost, or a mutant is not noticed.
 """
 
 import argparse
+import json
 import os
 import random
 import resource
@@ -27,31 +32,48 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
 
+import psutil
 import torch
 from safetensors.torch import load_file
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import revzoo.data.digits
-import revzoo.data.text_examples  # noqa: F401  imported once, before forking
+import revzoo.data.text_examples
+import revzoo.training.loop
+import revzoo.training.run_folder
 import zoo_cli
-from revzoo.training.planned_step import WholeStep
-from revzoo.training.run_folder import RunFolder
+from revzoo.training.run_folder import RunFolder, _state_name, seal
 
 _MEASURED = {"seconds", "images_per_second", "texts_per_second", "bytes_per_second", "memory_bytes"}  # different in every run
 _SMALL = ["train.epochs=3", "train.save_every=1"]
+_DIGITS = ["digits", "data.batch_size=360", "model.overrides=[stages.0.depth=2]", "schedule.warmup_epochs=0"]
+_SIGNS = "coupling={type: momentum, kept_bits: 1, gain: 1.0, sign: random}"
 RECIPES = {
-    "digits": ["data.batch_size=360", "model.overrides=[stages.0.depth=2]"],
-    "digits_revnet": ["data.batch_size=360"],
-    "digits_rev_swin": ["data.batch_size=360"],
-    "digits_irevnet": ["data.batch_size=360"],
-    "text_bert": ["data.batch_size=290", "model.overrides=[input.length=16]"],
+    "digits": [*_DIGITS, "mixup={mixup_alpha: 0.8}", "model.overrides=[stages.0.depth=2,head.dropout=0.1]"],
+    "random signs in tiles": ["lm", _SIGNS, "model.tiles=4", "model.overrides=[input.length=64]", "data.limit=32"],
+    "states in a thread": [*_DIGITS, "train.save_async=true", "train.keep_states=3"],
+    "budget": [*_DIGITS, "memory.budget=30MiB"],
+    "revnet": ["digits_revnet", "data.batch_size=360"],
+    "swin": ["digits_rev_swin", "data.batch_size=360"],
+    "irevnet": ["digits_irevnet", "data.batch_size=360"],
+    "bert": ["text_bert", "data.batch_size=290", "model.overrides=[input.length=16]"],
+    "two processes": _DIGITS,
+    "two processes that divide": [*_DIGITS, "train.shard=full"],
 }
-COUNTS = {"killed": 50, "damaged": 20, "started twice": 10, "full disk": 5}
+COUNTS = {"stopped": 50, "damaged": 20, "torn": 10, "started twice": 10, "full disk": 5, "deleted": 3}
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+IN_SEVERAL = ("stopped", "damaged", "torn")  # faults that befall trainings in two processes, too
 OUTCOMES = ("survived bit-identical", "refused by name", "lost")
 
 
@@ -60,7 +82,7 @@ class Subject:
     """A recipe, and its training left alone.
 
     Args:
-        recipe: name of the recipe.
+        recipe: its key in `RECIPES`.
         whole: folder of the training.
         seconds: how long it took.
     """
@@ -71,7 +93,19 @@ class Subject:
 
     def start(self, folder: Path, limit: int | None = None) -> "Command":
         """Start the same training in another folder."""
-        return Command(["train", self.recipe, *_SMALL, *RECIPES[self.recipe], "--out", str(folder)], folder, limit)
+        return self._call(folder, *RECIPES[self.recipe], *_SMALL, "--out", str(folder), limit=limit)
+
+    def resume(self, folder: Path) -> "Command":
+        """Start to resume a training."""
+        return self._call(folder, "--resume", str(folder))
+
+    def _call(self, folder: Path, *words: str, limit: int | None = None) -> "Command":
+        return Command(["train", *words], folder, limit, processes=self.processes)
+
+    @property
+    def processes(self) -> int:
+        """How many processes train."""
+        return 2 if self.recipe.startswith("two processes") else 1
 
 
 class Command:
@@ -81,15 +115,16 @@ class Command:
         arguments: of `revzoo`.
         folder: what it says is appended to a file next to this folder.
         limit: largest size of a file that it writes [bytes]; None: no limit.
+        processes: if there are several, torchrun starts them.
     """
 
-    def __init__(self, arguments: Sequence[str], folder: Path, limit: int | None = None):
+    def __init__(self, arguments: Sequence[str], folder: Path, limit: int | None = None, processes: int = 1):
         self.log = folder.with_name(f"{folder.name}-{time.monotonic_ns()}.log")
         self.pid = os.fork()
         if self.pid == 0:
-            self._run(arguments, limit)
+            self._run(arguments, limit, processes)
 
-    def _run(self, arguments: Sequence[str], limit: int | None) -> None:
+    def _run(self, arguments: Sequence[str], limit: int | None, processes: int) -> None:
         status = 70  # an error that revzoo does not name
         try:
             torch.set_num_threads(1)  # makes PyTorch's pool again, before two threads do so at once, which aborts the process
@@ -98,28 +133,45 @@ class Command:
             os.dup2(stream, 2)
             if limit is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-            WholeStep.measure_modes = lambda step: ({}, None)
-            status = zoo_cli.main(arguments)
+            revzoo.training.loop._print_memory = lambda run, **options: None
+            revzoo.training.run_folder.LOCK_SECONDS = 0.1  # or the second waits for the end of the first
+            if processes > 1:
+                root = str(Path(zoo_cli.__file__).parent)
+                os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+                # A library that crashes at the end is restarted.
+                options = ["--standalone", "--max-restarts=2", f"--nproc-per-node={processes}"]
+                torchrun.main([*options, "-m", "zoo_cli", *arguments])
+                status = 0
+            else:
+                status = zoo_cli.main(arguments)
+        except ChildFailedError as error:
+            status = error.get_first_failure()[1].exitcode
+        except BaseException:
+            traceback.print_exc()
         finally:
+            sys.stderr.flush()
+            sys.stdout.flush()
             os._exit(status)  # the parent's clean-up is not this process's
 
-    def wait(self, seconds: float | None = None) -> int:
-        """Return the exit status, or that of a process killed after some seconds."""
-        if seconds is not None:
-            time.sleep(seconds)
-            os.kill(self.pid, signal.SIGKILL)
+    def wait(self) -> int:
+        """Return the exit status."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def stop(self, seconds: float, signum: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to the process and its workers after some seconds, and wait for their end."""
+        time.sleep(seconds)
+        process = psutil.Process(self.pid)
+        processes = [process, *process.children(recursive=True)]
+        for each in processes if signum == signal.SIGKILL else processes[:1]:
+            each.send_signal(signum)
+        self.wait()
+        psutil.wait_procs(processes[1:])
 
     @property
     def is_named(self) -> bool:
         """Whether it ended with an error that says why and what to do."""
         text = self.log.read_text(errors="replace")
         return "revzoo: " in text and "Traceback" not in text
-
-
-def resume(folder: Path) -> Command:
-    """Start to resume a training."""
-    return Command(["train", "--resume", str(folder)], folder)
 
 
 def judge(subject: Subject, folder: Path, command: Command) -> str:
@@ -148,16 +200,17 @@ def have_equal_tensors(one: Path, other: Path) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
-def kill(subject: Subject, folder: Path, rng: random.Random) -> str:
-    """Kill a training once or twice."""
-    subject.start(folder).wait(rng.uniform(0, subject.seconds))
-    if not (folder / "config.yaml").is_file():  # nothing was trained yet
-        command = subject.start(folder)
-    else:
-        if rng.random() < 0.5:
-            resume(folder).wait(rng.uniform(0, subject.seconds))
-        command = resume(folder)
-    return expect("survived bit-identical", judge(subject, folder, command))
+def stop(subject: Subject, folder: Path, rng: random.Random) -> str:
+    """Stop a training once or twice."""
+    subject.start(folder).stop(rng.uniform(0, subject.seconds), rng.choice(SIGNALS))
+    if (folder / "config.yaml").is_file() and rng.random() < 0.5:
+        subject.resume(folder).stop(rng.uniform(0, subject.seconds), rng.choice(SIGNALS))
+    return expect("survived bit-identical", judge(subject, folder, go_on(subject, folder)))
+
+
+def go_on(subject: Subject, folder: Path) -> Command:
+    """Start to resume a training, or to train anew where nothing was trained yet."""
+    return subject.resume(folder) if (folder / "config.yaml").is_file() else subject.start(folder)
 
 
 def damage(subject: Subject, folder: Path, rng: random.Random) -> str:
@@ -179,34 +232,62 @@ def damage(subject: Subject, folder: Path, rng: random.Random) -> str:
                 file.write_bytes(b"")
             case "remove":
                 file.unlink()
-    return expect("refused by name" if all_states else "survived bit-identical", judge(subject, folder, resume(folder)))
+    return expect("refused by name" if all_states else "survived bit-identical", judge(subject, folder, subject.resume(folder)))
+
+
+def tear(subject: Subject, folder: Path, rng: random.Random) -> str:
+    """Copy the folder of a training, file by file in random order, while it is written; what a state needs comes after it."""
+    original = folder.with_name(f"{folder.name}-original")
+    command = subject.start(original)
+    time.sleep(rng.uniform(0.3, 1) * subject.seconds)
+    for part in ("state", "."):
+        files = [path for path in (original / part).rglob("*") if path.is_file()]
+        for file in rng.sample(files, len(files)):
+            copy = folder / file.relative_to(original)
+            if not copy.exists():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                with suppress(FileNotFoundError):  # renamed meanwhile
+                    shutil.copyfile(file, copy)
+    command.stop(0)
+    if not (folder / "config.yaml").is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+    return expect("survived bit-identical", judge(subject, folder, go_on(subject, folder)))
 
 
 def start_twice(subject: Subject, folder: Path, rng: random.Random) -> str:
     """Resume a training in two processes at the same time: one is refused, the other ends as if alone.
 
-    The one that comes too late, after the other has ended, finds a finished run. Both refused would be a training lost.
+    Where one came only after the other had ended it found a finished run, and both are started again.
     """
-    subject.start(folder).wait(rng.uniform(0.5, 1.0) * subject.seconds)
-    if not (folder / "config.yaml").is_file():
-        subject.start(folder).wait()
-    commands = [resume(folder)]
-    time.sleep(rng.uniform(0, 0.3))
-    commands.append(resume(folder))
-    outcomes = sorted(judge(subject, folder, command) for command in commands)
-    if outcomes == ["refused by name", "survived bit-identical"]:
-        return "survived bit-identical"
-    return expect("survived bit-identical", *outcomes)
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        subject.start(folder).stop(rng.uniform(0.3, 0.6) * subject.seconds)
+        commands = [go_on(subject, folder)]
+        time.sleep(rng.uniform(0, 0.3))
+        commands.append(go_on(subject, folder))
+        outcomes = sorted(judge(subject, folder, command) for command in commands)
+        if not any("Resuming after 3 epochs" in command.log.read_text() for command in commands):
+            return "survived bit-identical" if outcomes == ["refused by name", "survived bit-identical"] else "lost"
 
 
 def fill_disk(subject: Subject, folder: Path, rng: random.Random) -> str:
     """Let a training meet a full disk, which must be named, and resume it where there is room."""
     largest = max(path.stat().st_size for path in subject.whole.rglob("*") if path.is_file())
     command = subject.start(folder, limit=rng.randrange(100, largest))
-    if command.wait() != 2 or not command.is_named:
+    if command.wait() == 0 or not command.is_named:
         return "lost"
-    again = resume(folder) if (folder / "config.yaml").is_file() else subject.start(folder)
-    return expect("survived bit-identical", judge(subject, folder, again))
+    return expect("survived bit-identical", judge(subject, folder, go_on(subject, folder)))
+
+
+def delete(subject: Subject, folder: Path, rng: random.Random) -> str:
+    """Delete the folder of a training while it is written: it ends with an error, and there is no other folder."""
+    command = subject.start(folder)
+    while not (folder / "metrics.jsonl").is_file() and psutil.Process(command.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    shutil.rmtree(folder, ignore_errors=True)  # a state may be written into it meanwhile
+    shutil.rmtree(folder, ignore_errors=True)
+    is_named = command.wait() == 2 and command.is_named
+    return "refused by name" if is_named and not (folder / "last.safetensors").exists() else "lost"
 
 
 def expect(wanted: str, *outcomes: str) -> str:
@@ -215,45 +296,84 @@ def expect(wanted: str, *outcomes: str) -> str:
 
 
 FAULTS: dict[str, Callable[[Subject, Path, random.Random], str]] = {
-    "killed": kill,
+    "stopped": stop,
     "damaged": damage,
+    "torn": tear,
     "started twice": start_twice,
     "full disk": fill_disk,
+    "deleted": delete,
+}
+
+
+def write_in_place(folder: RunFolder, written: Path, progress: Any, keep: int) -> None:
+    """Publish a state without a second place: what was there goes first, and files appear one by one."""
+    (written / "progress.json").write_text(json.dumps(asdict(progress)))
+    seal(written)
+    for state in folder.list_states():
+        shutil.rmtree(state)
+    state = folder.states / _state_name(progress)
+    state.mkdir()
+    for file in sorted(written.iterdir()):
+        time.sleep(0.1)
+        shutil.move(file, state)
+
+
+# What is broken, and the fault that has to tell.
+MUTANTS: dict[str, tuple[str, Any, str]] = {
+    "a state written in place": ("revzoo.training.run_folder.RunFolder.publish_state", write_in_place, "stopped"),
+    "a lock ignored": ("revzoo.training.run_folder.RunFolder.hold_lock", lambda folder: nullcontext(), "started twice"),
+    "a random stream not restored": ("revzoo.training.epochs.reseed", lambda *key: None, "stopped"),
 }
 
 
 def main() -> int:
     """Run all faults and print the table."""
     parser = argparse.ArgumentParser(description="Break trainings in every way that is known, and count what is lost.")
-    parser.add_argument("--quick", action="store_true", help="two recipes, one or two faults of a kind")
+    parser.add_argument("--quick", action="store_true", help="two recipes, one fault of a kind")
     parser.add_argument("--seed", type=int, default=0, help="of times, files and bits (default: 0)")
+    parser.add_argument("--only", nargs="+", choices=RECIPES, help="some of the recipes")
     arguments = parser.parse_args()
-    recipes = list(RECIPES)[:2] if arguments.quick else list(RECIPES)
-    counts = {kind: (2 if kind == "damaged" else 1) if arguments.quick else count for kind, count in COUNTS.items()}
+    recipes = arguments.only or (list(RECIPES)[:2] if arguments.quick else list(RECIPES))
+    counts = dict.fromkeys(COUNTS, 1) | {"stopped": 3} if arguments.quick else COUNTS
     torch.set_num_threads(1)
     table: Counter[tuple[str, str]] = Counter()
-    with TemporaryDirectory() as place:
-        subjects = [leave_alone(recipe, Path(place)) for recipe in recipes]
+    unnoticed = []
+    with TemporaryDirectory() as name:
+        place = Path(name)
+        subjects = [leave_alone(recipe, place) for recipe in recipes]
         for kind, count in counts.items():
             for n in range(count):
-                subject = subjects[n % len(subjects)]
-                folder = Path(place) / f"{kind.replace(' ', '-')}-{n}"
-                outcome = FAULTS[kind](subject, folder, random.Random(f"{arguments.seed} {kind} {n}"))
+                able = [each for each in subjects if kind in IN_SEVERAL or each.processes == 1]
+                subject = able[n % len(able)]
+                outcome = try_fault(kind, subject, place / f"{kind.replace(' ', '-')}-{n}", f"{arguments.seed} {kind} {n}")
                 table[kind, outcome] += 1
                 print(f"{kind} {n + 1} of {count}, {subject.recipe}: {outcome}", flush=True)
-                if outcome == "lost":
-                    report_loss(subject, folder)
-                else:
-                    shutil.rmtree(folder, ignore_errors=True)
+        for mutant, (target, broken, kind) in MUTANTS.items():
+            with patch(target, broken):
+                subject = leave_alone("digits", place / mutant)
+                tries = (try_fault(kind, subject, place / mutant / str(n), f"{mutant} {n}", is_told=False) for n in range(12))
+                lost = next((n for n, outcome in enumerate(tries, 1) if outcome == "lost"), 0)
+            print(f"mutant, {mutant}: {f'noticed by try {lost}' if lost else 'NOT NOTICED'}", flush=True)
+            unnoticed += [] if lost else [mutant]
     print(f"\n{'':<14}" + "".join(f"{outcome:>24}" for outcome in OUTCOMES))
     for kind in counts:
         print(f"{kind:<14}" + "".join(f"{table[kind, outcome]:>24}" for outcome in OUTCOMES))
-    return 1 if any(outcome == "lost" for _, outcome in table) else 0
+    return 1 if unnoticed or any(outcome == "lost" for _, outcome in table) else 0
+
+
+def try_fault(kind: str, subject: Subject, folder: Path, seed: str, *, is_told: bool = True) -> str:
+    """Return the outcome of a fault; of a training that is lost, print what every process said."""
+    outcome = FAULTS[kind](subject, folder, random.Random(seed))
+    if outcome == "lost" and is_told:
+        report_loss(subject, folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    return outcome
 
 
 def leave_alone(recipe: str, place: Path) -> Subject:
     """Train without a fault."""
-    whole = place / f"{recipe}-whole"
+    place.mkdir(exist_ok=True)
+    whole = place / f"{recipe.replace(' ', '-')}-whole"
     began = time.perf_counter()
     command = Subject(recipe, whole, 0.0).start(whole)
     if command.wait() != 0:

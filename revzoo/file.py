@@ -1,6 +1,7 @@
-"""Write a file completely or not at all, so that it is there after a power loss too."""
+"""Write a file completely or not at all, so that it is there after a power loss too; read JSON of strangers."""
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,6 +10,7 @@ from typing import Any
 
 # Of folders: some network drives cannot sync them, and Windows cannot open them.
 _NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
+_DEEPEST = 100  # lists and mappings within one another; whoever walks through more, in Python or in C, may run out of stack
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
@@ -41,6 +43,23 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a text file in UTF-8, as `write_atomically` does."""
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a text in JSON says.
+
+    Raises:
+        ValueError: it is not JSON, not UTF-8, or nested more than 100 deep.
+    """
+    with suppress(RecursionError):
+        value = json.loads(text)
+        level = [value]
+        for _ in range(_DEEPEST):
+            inside = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+            level = [item for items in inside for item in items]
+        if not level:
+            return value
+    raise ValueError(f"lists and mappings are nested more than {_DEEPEST} deep")
 
 
 def sync(path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Code and specs of users: packages named by `--import`, and what their code raises.
+"""Code and specs of users: packages named by `--import`, functions of data, and what their code raises.
+
+What is typed may be anywhere, also in the present folder. A file may be a stranger's: what it names is imported only if it is
+installed, and not from Python's standard library, some of whose modules do things when they are imported.
 
 A folder `specs` in such a package holds models and recipes. So do the folders in the environment variable REVZOO_SPECS.
 """
@@ -34,9 +37,7 @@ def import_package(name: str) -> ModuleType:
 
 
 def import_packages_of_runs(words: Iterable[str]) -> list[str]:
-    """Import what the runs among some words were trained with, and return a line for each package.
-
-    A run may be a stranger's. It says names: what is installed is imported, and nothing from the run or the present folder.
+    """Import what the runs among some words were trained with, if it is installed, and return a line for each package.
 
     Args:
         words: as typed: the folder of a run, a file in it, or a setting such as model=FOLDER.
@@ -47,27 +48,37 @@ def import_packages_of_runs(words: Iterable[str]) -> list[str]:
     for word in words:
         path = word if os.path.exists(word) else word.partition("=")[2]
         record = os.path.join(path if os.path.isdir(path) else os.path.dirname(path), RECORD)
-        text = Path(record).read_text(encoding="utf-8") if path and os.path.isfile(record) else ""
+        text = Path(record).read_text(encoding="utf-8", errors="replace") if path and os.path.isfile(record) else ""
         for name in re.findall(r"^\w+(?:\.\w+)*$", text, re.MULTILINE):
             if name not in _imported:
-                _import_from_environment(name, path)
+                try:
+                    import_installed(name)
+                except InputError as error:
+                    raise InputError(f"{path} was trained with --import {name}. {error}") from error
+                _imported.append(name)
                 lines.append(f"Imported {name}, with which {path} was trained.")
     return lines
 
 
-def _import_from_environment(name: str, path: str) -> None:
+def import_installed(name: str) -> ModuleType:
+    """Import a module that a file names: it has to be installed, or imported already, such as by `--import`.
+
+    Raises:
+        InputError: it cannot be imported so.
+    """
     before, here = sys.path[:], os.getcwd()
     sys.path[:] = [folder for folder in INSTALLED if os.path.abspath(folder) != here]
     try:
-        import_module(name)
-    except (Exception, SystemExit) as error:
+        if name.partition(".")[0] in (*sys.stdlib_module_names, "__main__"):
+            raise ImportError("it is of Python itself")
+        return import_module(name)
+    except (Exception, SystemExit) as error:  # of a module of others, which may raise anything
         raise InputError(
-            f"{path} was trained with --import {name}, which cannot be imported ({describe_failure(error)}). What is not "
-            f"installed is imported only where you say so: --import {name}."
+            f"What a file names is imported only if it is installed, and {name} cannot be imported so "
+            f"({describe_failure(error)}). If you trust it, say so: --import {name}."
         ) from error
     finally:
         sys.path[:] = before
-    _imported.append(name)
 
 
 def import_from_here(name: str) -> ModuleType:

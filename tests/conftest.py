@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import tarfile
+import threading
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -56,6 +57,12 @@ def _seed() -> None:
 def most_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure times in one round. On a busy machine there would be many, and only tests of measuring depend on seconds."""
     monkeypatch.setattr("revzoo.planning.profiling.clock.MOST_ROUNDS", 1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command of this process has to say does not depend on how long it takes."""
+    monkeypatch.setattr("revzoo.display.console.TELL_SECONDS", threading.TIMEOUT_MAX)
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from revzoo.spec import ImageInput, Spec, list_models, load_spec
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 ASSETS = ("fits.js", "timeline.js", "table.js", "iframe-worker.js", "site.css", "logo.svg")
-TEXTS = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+TEXTS = {f"{name.upper()}.md": f"{name}.md" for name in ("contributing", "security", "changelog")}
 # Pages of the API: a title, and the packages whose public names stand there; names of other packages are in `measure`.
 API = {
     "plan": ("Plans", {"any_plan", "graph", "planning"}),

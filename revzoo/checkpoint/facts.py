@@ -11,6 +11,8 @@ from typing import Any, cast
 
 from torch import nn
 
+from revzoo.errors import CheckpointError
+from revzoo.file import parse_json
 from revzoo.spec.names import BYTES, TOKENIZER
 
 IMAGE_FACTS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared, in timm's words
@@ -36,7 +38,7 @@ def restore_facts(model: nn.Module, metadata: Mapping[str, str], file: Path, *, 
         has_new_head: whether the head is not the file's, so that its classes are others.
     """
     if CLASSES in metadata and not has_new_head:
-        cast(Any, model).class_names = json.loads(metadata[CLASSES])
+        cast(Any, model).class_names = _read_fact(metadata[CLASSES], list, file)
     if config := read_data_config(metadata, file):
         cast(Any, model).data_config = config
 
@@ -46,7 +48,17 @@ def read_data_config(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
 
     A tokenizer next to the file goes before the one that the metadata name, which may be on another machine.
     """
-    config = json.loads(metadata.get(DATA_CONFIG, "{}"))
+    config = _read_fact(metadata.get(DATA_CONFIG, "{}"), dict, file)
     if (tokenizer := file.parent / TOKENIZER).is_file() and config.get("tokenizer") != BYTES:
         config["tokenizer"] = str(tokenizer.absolute())
     return {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
+
+
+def _read_fact(text: str, kind: type, file: Path) -> Any:
+    try:
+        if isinstance(value := parse_json(text), kind):
+            return value
+        reason = f"a {kind.__name__} was expected"
+    except ValueError as error:
+        reason = str(error)
+    raise CheckpointError(f"The metadata of {file} are damaged ({reason}): {text[:80]!r}. Copy or save the file again.")

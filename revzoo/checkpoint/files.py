@@ -3,7 +3,6 @@
 A file either fits the model, with the same keys and shapes, or nothing of it is loaded.
 """
 
-import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -23,6 +22,7 @@ from revzoo.checkpoint.facts import collect_facts, restore_facts
 from revzoo.checkpoint.slices import find_own_slice, get_own_part
 from revzoo.checkpoint.writing import SHARD_BYTES, write_weights
 from revzoo.errors import CheckpointError, SpecError, join_names
+from revzoo.file import parse_json
 from revzoo.sharded import is_sharded
 from revzoo.spec.loading import parse_spec
 from revzoo.spec.names import INDEX_SUFFIX, find_beside
@@ -292,7 +292,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; it should be {what}.")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:  # no text, or no JSON
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} cannot be read as JSON ({reason}). Fetch it again.") from error

@@ -1,6 +1,5 @@
 """The way back: write a converted network's tensors under the original's keys."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from revzoo.checkpoint.writing import match_written, write_tensors
 from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.report import TensorRow
 from revzoo.errors import ConversionError, InputError, RevzooError, join_names
+from revzoo.file import parse_json
 from revzoo.spec.names import CONVERSION, CONVERTED_WEIGHTS, UNUSED_WEIGHTS
 
 
@@ -61,7 +61,7 @@ def export(folder: str | Path, out: str | Path, weights: str | Path | None = Non
 
 def _read_rows(report: Path) -> list[TensorRow]:
     """Return the rows of a report.json."""
-    rows = json.loads(report.read_text(encoding="utf-8"))["rows"]
+    rows = parse_json(report.read_bytes())["rows"]
     return [TensorRow(**{key: _to_tuples(value) for key, value in row.items()}) for row in rows]
 
 

@@ -12,13 +12,11 @@ from hashlib import blake2b
 from math import prod
 from pathlib import Path
 
-from PIL import Image
-
 from revzoo.data.corpus import Texts
 from revzoo.data.image_folders import list_images, open_folders
 from revzoo.data.image_labels import natural_key
 from revzoo.data.options import SPLITS, TABLES
-from revzoo.data.stored_images import convert_image, make_printable
+from revzoo.data.stored_images import convert_image, make_printable, open_image
 from revzoo.data.text_tables import list_tables, read_columns, require_column
 from revzoo.errors import DataError, join_names
 from revzoo.format import count_noun
@@ -143,7 +141,7 @@ def _read_images(files: list[tuple[str, str, Path]], report: Callable[[str], obj
 def _read_image(split: str, label: str, file: Path) -> Example:
     name = make_printable(str(file))
     try:
-        with Image.open(file) as image:
+        with open_image(file) as image:
             size, mode = image.size, image.mode
             content = blake2b(convert_image(image, "RGB").tobytes()).digest() + repr(size).encode()
     except Exception as error:  # decoders raise all kinds of exceptions for damaged bytes

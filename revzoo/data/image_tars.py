@@ -8,7 +8,6 @@ tars instead: it shuffles within a buffer, and how often an example is seen depe
 Source: the format that WebDataset describes (https://github.com/webdataset/webdataset), and the names of timm.
 """
 
-import json
 import re
 import tarfile
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from revzoo.data.image_labels import describe_missing, name_classes, natural_key
 from revzoo.data.options import SPLITS, ImageOptions
 from revzoo.data.stored_images import ImageSplits, StoredImages, list_suffixes
 from revzoo.errors import DataError, join_names
+from revzoo.file import parse_json
 
 _READERS = 16  # tars that are indexed at the same time: what takes time is waiting for the disk
 
@@ -151,7 +151,7 @@ def _read_label(tar: tarfile.TarFile, files: dict[str, tarfile.TarInfo], name: s
     content: Any = tar.extractfile(member)
     try:
         text = content.read().decode()
-        return read_label(text if "cls" in files else json.loads(text)[name])
+        return read_label(text if "cls" in files else parse_json(text)[name])
     except (ValueError, LookupError, TypeError):
         return None
 

@@ -94,10 +94,20 @@ def make_printable(name: str) -> str:
 
 
 @cache
+def _list_formats() -> dict[str, str]:
+    """Return Pillow's name for the format of each suffix of image files that the installed one reads, sorted."""
+    formats = Image.registered_extensions()
+    return {suffix: formats[suffix] for suffix in IMAGES if formats.get(suffix) in Image.OPEN}
+
+
 def list_suffixes() -> tuple[str, ...]:
     """Return the suffixes of the image files that the installed Pillow reads, sorted."""
-    formats = Image.registered_extensions()
-    return tuple(suffix for suffix in IMAGES if formats.get(suffix) in Image.OPEN)
+    return tuple(_list_formats())
+
+
+def open_image(file: Path | BinaryIO) -> Image.Image:
+    """Open a file as one of the formats that `IMAGES` names: Pillow knows others, and hands PostScript to a program."""
+    return Image.open(file, formats=sorted(set(_list_formats().values())))
 
 
 def read_image(file: Path | BinaryIO, mode: str) -> Any:
@@ -109,7 +119,7 @@ def read_image(file: Path | BinaryIO, mode: str) -> Any:
         ValueError: the image holds numbers whose range is not known.
         Exception: whatever Pillow raises for damaged bytes.
     """
-    with Image.open(file) as image:
+    with open_image(file) as image:
         return convert_image(image, mode)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 
 _WIDTH = 140  # columns, where the output is no terminal whose width is known, and COLUMNS does not say it
-_TELL_EVERY = 10  # seconds
+TELL_SECONDS = 10.0  # between two lines where there is no terminal
 
 
 def print_renderable(renderable: RenderableType) -> None:
@@ -52,5 +52,5 @@ def show_status(what: str = "", *, shown: bool = True) -> Iterator[Callable[[str
 
 
 def _tell(doing: list[str], ended: threading.Event) -> None:
-    while not ended.wait(_TELL_EVERY):
+    while not ended.wait(TELL_SECONDS):
         print(f"{doing[0]} ...", file=sys.stderr, flush=True)

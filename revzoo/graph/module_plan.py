@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from revzoo.analysis.chains import find_block_chains, find_chains
 from revzoo.analysis.dry_run import require_module
 from revzoo.errors import PlanError
+from revzoo.file import parse_json
 from revzoo.format import format_bytes, format_seconds, format_spread
 from revzoo.graph.atoms import Atom, list_written, read_key, split_into_atoms
 from revzoo.graph.capture import GraphCall
@@ -186,13 +187,13 @@ class ModulePlan:
             PlanError: there is no such file, or it is not a plan for a module.
         """
         try:
-            fields = {key: _freeze(value) for key, value in json.loads(Path(path).read_text(encoding="utf-8")).items()}
+            fields = {key: _freeze(value) for key, value in parse_json(Path(path).read_bytes()).items()}
             if "units" in fields:
                 raise ValueError("it is that of a model of the zoo or a chain, which revzoo.Plan.load reads")
             fields["graphs"] = tuple(GraphPlan(**each) for each in fields["graphs"])
             fields["schedules"] = tuple((name, tuple(map(Mode, modes))) for name, modes in fields["schedules"])
             return cls(**fields | {"setting": Setting(**fields["setting"])})
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise PlanError(f"{path} is not a saved plan for a module ({error}). plan.save(path) writes one.") from error
 
     @property

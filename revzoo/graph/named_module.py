@@ -69,7 +69,9 @@ def _find_config(name: str) -> Any:
             if type(config) in networks:  # with the head that the hub's have
                 config.architectures = [cast(Any, networks[type(config)]).__name__]
         return config
-    return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config._attn_implementation = None  # the file may name a kernel of the hub, which would be compiled code
+    return config
 
 
 def _create_transformers(name: str, size: int, tokens: int | None) -> tuple[nn.Module, Any]:
@@ -78,7 +80,10 @@ def _create_transformers(name: str, size: int, tokens: int | None) -> tuple[nn.M
     try:
         config = _find_config(name)
         architecture = getattr(transformers, (config.architectures or [""])[0], None)
-        model = transformers.AutoModel.from_config(config) if architecture is None else architecture(config)
+        if isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel):  # a file names it
+            model = architecture(config)
+        else:
+            model = transformers.AutoModel.from_config(config, trust_remote_code=False)
     except CheckpointError:
         raise
     except Exception as error:  # Transformers raises anything for a configuration that it does not know, or that is damaged

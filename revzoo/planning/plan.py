@@ -10,6 +10,7 @@ from torch import nn
 
 from revzoo.analysis.chains import assign_tiles, find_block_chains
 from revzoo.errors import PlanError
+from revzoo.file import parse_json
 from revzoo.format import format_bytes, format_seconds, format_spread
 from revzoo.planning.profiling.hooks import assign_schedule, list_units
 from revzoo.planning.setting import Setting, read_setting
@@ -90,7 +91,7 @@ class Plan:
             PlanError: there is no such file, or it is not a plan.
         """
         try:
-            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+            fields = parse_json(Path(path).read_bytes())
             if "graphs" in fields:
                 raise ValueError("it is that of an ordinary module, which revzoo.ModulePlan.load reads")
             if "schedule" in fields and fields.keys() != cls.__dataclass_fields__.keys():
@@ -103,7 +104,7 @@ class Plan:
             if len(plan.phase_peaks) != 2 * len(plan.units) + 1 or plan.lookahead not in (0, 1):
                 raise ValueError("its values do not fit together")
             return replace(plan, schedule=tuple(check_schedule(plan.schedule, plan.units)))
-        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, LookupError) as error:
             raise PlanError(
                 f"{path} is not a saved plan ({error}). revzoo plan NAME --budget SIZE --out FILE writes one."
             ) from error

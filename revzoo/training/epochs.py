@@ -252,6 +252,7 @@ def _read_memory_bytes() -> int:
 
 
 def _save_curves(run: Run) -> None:
+    run.folder.require_held()
     records = run.folder.read_records()
     if run.accelerator.is_main_process and records:
         with run.folder.saving():

@@ -16,6 +16,7 @@ from revzoo.data.base import Data
 from revzoo.data.loading import load_data
 from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import CheckpointError, InputError, RevzooError, SpecError, join_names, quote
+from revzoo.file import parse_json
 from revzoo.model.create import create
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import (
@@ -191,7 +192,7 @@ def _compare_examples(trained_on: str | None, data: Data) -> list[str]:
     """Return a note if the examples that are held out are not those that were held out in training."""
     if trained_on is None or not data.is_held_out:
         return []
-    changes, noun = compare_examples(json.loads(trained_on), data.describe_examples()), data.example_noun
+    changes, noun = compare_examples(parse_json(trained_on), data.describe_examples()), data.example_noun
     if len(changes) < 2:  # an example changes sides only if both sides change
         return []
     words = "; ".join(f"{split}: {change}" for split, change in changes.items())

@@ -239,7 +239,7 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
         shared_anew = progress.processes != processes  # each process has another part of the batch
         plan = _apply_plan(run, anew=shared_anew or needs_new_plan(changes))
         save_plan(run, plan)
-        call_on_main(accelerator, lambda: run_folder.drop_records_after(progress.epoch))
+        call_on_main(accelerator, lambda: run_folder.drop_records_after(progress.epoch, accept=accept_changes))
         done = f"{count_noun(progress.epoch, 'epoch')} and {count_noun(progress.batch, 'batch', 'es')}"
         run.display.console.print(f"Resuming after {done}: {folder}")
         if shared_anew:

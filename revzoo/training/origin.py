@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from revzoo.data.base import Data
 from revzoo.errors import InputError, join_names
+from revzoo.file import parse_json
 from revzoo.spec import Spec
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import find_differences
@@ -59,7 +60,7 @@ class Origin:
             OSError: it is missing.
             ValueError, TypeError: it is damaged.
         """
-        return cls(**json.loads((state / ORIGIN).read_text(encoding="utf-8")))
+        return cls(**parse_json((state / ORIGIN).read_bytes()))
 
     def list_changes(self, now: "Origin") -> dict[str, str]:
         """Return what is different now, and in words what it was and is.

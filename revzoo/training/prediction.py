@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from revzoo.data.base import BrokenExampleError
 from revzoo.data.image_folders import list_images
 from revzoo.data.options import TABLES, TEXT_FILES
-from revzoo.data.stored_images import list_suffixes, make_printable
+from revzoo.data.stored_images import list_suffixes, make_printable, open_image
 from revzoo.data.text_tables import STANDARD_INPUT, read_lines
 from revzoo.data.transform import transform
 from revzoo.errors import InputError, RevzooError, join_names, quote
@@ -109,7 +108,7 @@ def describe_misfit(input: ImageInput, file: Path) -> str | None:
     or where the network is for small images.
     """
     try:
-        with Image.open(file) as image:  # reads the header only
+        with open_image(file) as image:  # reads the header only
             size, bands = image.size, image.getbands()
     except Exception:  # decoders raise all kinds of exceptions; reading all of it will say more
         return None

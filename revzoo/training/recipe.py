@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
-from revzoo.data.options import require_root
-from revzoo.errors import SpecError, SpecProblem, UnknownNameError, find_nearest, quote
+from revzoo.data.options import is_own, require_root
+from revzoo.errors import InputError, SpecError, SpecProblem, UnknownNameError, find_nearest, quote
+from revzoo.plugin import import_installed
 from revzoo.spec.names import BYTES, model_files, recipe_files, refuse_source
 from revzoo.spec.outline import check_names
 from revzoo.spec.parsing import parse, to_plain
 from revzoo.spec.schema import Spec
 from revzoo.spec.synonym import TIMM
-from revzoo.spec.tree import YamlNode, apply_overrides, list_places, load_tree, merge
+from revzoo.spec.tree import OVERRIDE, YamlNode, apply_overrides, list_places, load_tree, merge
 from revzoo.training.options import TO_BE_NAMED, ModelOptions, Recipe
 from revzoo.training.recipe_check import find_contradictions, find_problems_for_timm
 
@@ -57,6 +58,8 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
     tree = _move_coupling(tree)
     if not complete:
         tree = merge(YamlNode.from_plain({"model": {"name": TO_BE_NAMED}}, str(path)), tree)
+    if complete:
+        problems += _find_strange_code(tree)
     recipe, parse_problems = parse(Recipe, tree)
     problems += map(_point_to_model, parse_problems)
     # Sections that parsed are checked further even if another one did not, so that all problems are reported at once.
@@ -82,6 +85,19 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
     text = replace(data.text, tokenizer=file if file == BYTES else _make_absolute(file))
     data = replace(data, root=_make_absolute(data.root), text=text)
     return replace(recipe, data=data, file=str(path), places=dict(list_places(tree)))
+
+
+def _find_strange_code(tree: YamlNode) -> list[SpecProblem]:
+    """Import the module of a function of data that a file names; return the problem if it is not installed."""
+    data = tree.value.get("data", tree)
+    name = data.value.get("name") if isinstance(data.value, dict) else None
+    if name is None or name.file == OVERRIDE or not isinstance(name.value, str) or not is_own(name.value):
+        return []
+    try:
+        import_installed(name.value.partition(":")[0])
+    except InputError as error:
+        return [name.problem("a function of a module that can be imported", hint=f" {error}")]
+    return []
 
 
 def _merge_recipes(base: YamlNode, over: YamlNode) -> YamlNode:

@@ -16,6 +16,7 @@ log/               what processes but the first have to say; unreadable.txt: ima
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import textwrap
@@ -23,16 +24,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import takewhile
+from math import inf
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from revzoo.checkpoint.files import find_weights
-from revzoo.errors import CheckpointError, InputError, RevzooError, quote
-from revzoo.file import sync, write_text
+from revzoo.errors import CheckpointError, InputError, RevzooError, join_names, quote
+from revzoo.file import parse_json, sync, write_text
 from revzoo.format import count_noun
 from revzoo.metric import CHOSEN
 from revzoo.spec.names import BEST_WEIGHTS, NAME_A_RUN, find_beside, find_inside
@@ -89,6 +91,7 @@ class RunFolder:
         self.last, self.best = path / "last.safetensors", path / BEST_WEIGHTS
         self.states, self.plan = path / "state", path / "plan.json"
         self.lock, self.logs = self.states / "lock", path / "log"
+        self._held: os.stat_result | None = None  # of the folder whose lock is held
 
     def require_free(self) -> None:
         """Check that a new run can be written here.
@@ -113,9 +116,12 @@ class RunFolder:
         The operating system releases the lock when its process ends, however it ends.
 
         Raises:
-            InputError: another process holds the lock.
+            InputError: another process holds the lock, or the folder of the states is a link.
         """
+        if self.states.is_symlink():  # what is in it is renamed and deleted
+            raise InputError(f"{self.states} is a link, and a run keeps its states in its own folder. Put them there.")
         self.states.mkdir(parents=True, exist_ok=True)
+        self._held = self.path.stat()
         lock = FileLock(self.lock, timeout=LOCK_SECONDS)
         try:
             lock.acquire()
@@ -138,11 +144,23 @@ class RunFolder:
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk raises any of these
             if has_lost_others(error):
                 raise
+            self.require_held()
             shutil.rmtree(self.states / "writing", ignore_errors=True)
             raise RevzooError(
                 f"Nothing more can be saved in {self.path} ({error}). Is the disk full? What was saved before is complete: "
                 f"make room and resume with revzoo train --resume {quote(self.path)}"
             ) from error
+
+    def require_held(self) -> None:
+        """Check that the folder whose lock is held still has its name: what is written would make another of a deleted one.
+
+        Raises:
+            RevzooError: it was deleted, moved or replaced.
+        """
+        if self._held and not (self.path.is_dir() and os.path.samestat(self._held, self.path.stat())):
+            raise RevzooError(
+                f"{self.path} was deleted, moved or replaced while its run trained, which ends here: nothing can be saved."
+            )
 
     def write(self, files: dict[str, str]) -> None:
         """Write text files, given by name."""
@@ -201,7 +219,11 @@ class RunFolder:
         """
         state = self.find_state()
         try:
-            return Progress(**json.loads((state / "progress.json").read_text(encoding="utf-8")))
+            progress = Progress(**parse_json((state / "progress.json").read_bytes()))
+            values = asdict(progress)
+            if wrong := [name for name, value in values.items() if not _is_count(value, type(getattr(Progress, name)))]:
+                raise ValueError(f"{wrong[0]} is {values[wrong[0]]!r}")
+            return progress
         except (OSError, ValueError, TypeError) as error:
             raise self.explain_damage(state / "progress.json", error) from error
 
@@ -274,10 +296,10 @@ class RunFolder:
 
     def _parse_record(self, number: int, line: str) -> dict[str, Any]:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             record = None
-        if isinstance(record, dict) and all(type(record.get(key)) in (int, float) for key in _DRAWN):
+        if isinstance(record, dict) and all(_is_count(record.get(key), float) for key in _DRAWN):
             return record
         raise CheckpointError(f"Line {number} of {self.metrics} is not the metrics of an epoch. Delete that line to go on.")
 
@@ -300,19 +322,30 @@ class RunFolder:
                     stream.writelines(f"{name}\n" for fresh in new.values() for name in fresh)
         return new
 
-    def drop_records_after(self, epoch: int) -> None:
+    def drop_records_after(self, epoch: int, *, accept: bool = False) -> None:
         """Drop the metrics of epochs after `epoch`, which a resumed run does again.
+
+        Args:
+            epoch: epochs that are done.
+            accept: whether some of them may have no metrics, or have them twice.
 
         Raises:
             CheckpointError: the metrics are missing or damaged.
         """
-        if epoch and not self.metrics.is_file():
+        kept = [record for record in self.read_records() if record["epoch"] <= epoch]
+        numbers = [record["epoch"] for record in kept]
+        if numbers != list(range(1, epoch + 1)) and not accept:
             raise CheckpointError(
-                f"There is no {self.metrics}, the metrics of {count_noun(epoch, 'epoch')}. Put it back, or an empty file to go "
-                "on."
+                f"{self.metrics} should hold the metrics of {count_noun(epoch, 'epoch')}, a line each, in order. Received: "
+                f"{join_names(list(map(str, numbers)), most=6) or 'none'}. Put it back, or go on without them with "
+                "--accept-changes."
             )
-        kept = [json.dumps(record) + "\n" for record in self.read_records() if record["epoch"] <= epoch]
-        write_text(self.metrics, "".join(kept))
+        write_text(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def _is_count(value: object, kind: type) -> bool:
+    """Return whether a value is a number of a kind, not negative and finite."""
+    return (type(value) is kind or (kind is float and type(value) is int)) and 0 <= cast(float, value) < inf
 
 
 def _state_name(progress: Progress) -> str:

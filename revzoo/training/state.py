@@ -10,7 +10,7 @@ from revzoo.errors import CheckpointError
 from revzoo.training.divergence import check_weights
 from revzoo.training.processes import call_on_main
 from revzoo.training.run import Run
-from revzoo.training.state_files import METADATA, StateWriter, list_contents, read_state_tensors
+from revzoo.training.state_files import StateWriter, list_contents, read_state_tensors
 
 
 def save_state(run: Run) -> None:
@@ -34,7 +34,11 @@ def save_state(run: Run) -> None:
         run.origin.save(writing)
         run.folder.publish_state(writing, progress, run.recipe.train.keep_states)
 
-    call_on_main(run.accelerator, lambda: shutil.rmtree(writing, ignore_errors=True))
+    def prepare() -> None:
+        run.folder.require_held()
+        shutil.rmtree(writing, ignore_errors=True)
+
+    call_on_main(run.accelerator, prepare)
     run.upload.start(list_contents(_list_modules(run), run.optimizer.optimizer, settings), StateWriter(writing, publish))
 
 
@@ -52,7 +56,7 @@ def load_state(run: Run) -> None:
     except CheckpointError as error:
         raise run.folder.explain_damage(state, error) from error
     except Exception as error:  # damaged files make the readers raise all kinds of exceptions
-        raise run.folder.explain_damage(state / METADATA, f"{type(error).__name__}: {error}") from error
+        raise run.folder.explain_damage(state, f"{type(error).__name__}: {error}") from error
     if run.accelerator.scaler is not None and settings["scaler"] is not None:
         run.accelerator.scaler.load_state_dict(settings["scaler"])
 

@@ -6,11 +6,13 @@ between, or another number later, would lose the run. PyTorch's `get_optimizer_s
 has no state yet, which counts: a run whose first state is saved before its first update would end with other weights.
 """
 
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +23,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
@@ -34,6 +37,16 @@ from revzoo.training.run_folder import RunFolder
 from revzoo.training.terminal import has_lost_others
 
 METADATA = ".metadata"  # says which file holds which part of which tensor
+_OF_METADATA = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "TensorStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    **dict.fromkeys(("pathlib", "pathlib._local"), ("PosixPath", "WindowsPath")),
+}
 _SETTINGS = "settings"
 # The names are flat already; in the settings flattening would lose what is empty.
 _AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
@@ -67,14 +80,14 @@ def read_state_tensors(folder: Path, modules: Mapping[str, nn.Module], optimizer
         Exception: the files are missing or damaged; their readers raise all kinds of errors.
     """
     with _ordinary_errors():
-        saved = FileSystemReader(folder).read_metadata()
+        saved = _Reader(folder).read_metadata()
         tensors = _list_tensors(modules)
         own = {path for path in saved.state_dict_metadata if not path.startswith("optimizer.")}
         if unfit := sorted(own ^ {*tensors, _SETTINGS}):
             raise CheckpointError(f"The state does not fit the model: only one of them has {join_names(unfit, most=3)}")
         state = _make_state(saved, optimizer)
         contents: dict[str, Any] = {**tensors, **state, _SETTINGS: None}
-        load(contents, storage_reader=FileSystemReader(folder), planner=DefaultLoadPlanner(**_AS_IT_IS))
+        load(contents, storage_reader=_Reader(folder), planner=_LoadPlanner(**_AS_IT_IS))
     settings: dict[str, Any] = contents[_SETTINGS]
     groups, others = settings.pop("optimizer")
     rows: dict[int, dict[str, Any]] = {}
@@ -114,6 +127,36 @@ def _ordinary_errors() -> Iterator[None]:
         yield
     except CheckpointException as report:
         raise next(iter(report.failures.values()))[0] from None
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads what says which file holds what: PyTorch's records of that, and nothing that a stranger's file would run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _OF_METADATA.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}, which is of no state and was not run")
+
+
+class _Reader(FileSystemReader):
+    """Reads a folder as PyTorch does, without running what is in it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / METADATA).open("rb") as file:
+            metadata = cast(Metadata, _MetadataUnpickler(file).load())
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Plans as PyTorch does; what is no tensor is plain data."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        try:
+            self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError("Its settings hold more than numbers and texts, which was not run") from error
 
 
 class StateWriter(FileSystemWriter):

@@ -86,11 +86,6 @@ def own(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(autouse=True)
-def _in_silence(monkeypatch):
-    monkeypatch.setattr("revzoo.display.console._TELL_EVERY", 1000)  # machines may be loaded
-
-
 def count(model: nn.Module, batch, optimizer=None, loss=compute_usual_loss) -> MemoryReport:
     """Run a step and count its memory."""
     with isolated(model, batch) as inputs:

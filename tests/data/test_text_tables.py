@@ -84,12 +84,13 @@ def test_reading_is_local(tables, tokenizer, tmp_path, monkeypatch, options):
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_what_is_not_installed_is_named(tables, tokenizer, monkeypatch, options):
-    for package in ("datasets", "tokenizers"):
+def test_what_is_not_installed_is_named(tables, tokenizer, tmp_path, monkeypatch, options):
+    (tmp_path / "rows.parquet").touch()
+    for package, root in (("datasets", tmp_path / "rows.parquet"), ("tokenizers", tables)):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
             with pytest.raises(RevzooError, match=rf"need the package {package}. Install it: pip install {package}"):
-                load_data(options("masked_lm", tables, tokenizer), SUBWORDS, 0)
+                load_data(options("masked_lm", root, tokenizer), SUBWORDS, 0)
 
 
 @pytest.mark.parametrize(

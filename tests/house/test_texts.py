@@ -20,7 +20,7 @@ from revzoo.commands.parser import Parser
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEXTS = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+TEXTS = [*DOCUMENTS, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG"))]
 # Run by .ci/run, tests/distributed and tests/house/test_benchmarks.py.
 NOT_RUN = (
     *("python -m pip install", "python -m pytest", "python benchmarks/", "accelerate launch", "ACCELERATE_USE_CPU=true "),

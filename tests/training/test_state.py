@@ -50,7 +50,7 @@ def test_damaged_folders_are_not_resumed(copied):
 def test_a_state_damaged_after_it_was_looked_through(finished, copied):
     run = build_run(load_recipe(finished), copied, resumed=True)
     damage(copied / STATE / "__0_0.distcp", b"half")
-    with pytest.raises(CheckpointError, match=f"{STATE}/.metadata cannot be used .* Delete .*{STATE}"):
+    with pytest.raises(CheckpointError, match=f"{STATE} cannot be used .* Delete .*{STATE}"):
         load_state(run)
     damage(copied / STATE / "origin.json", b"[]")
     with pytest.raises(CheckpointError, match=f"{STATE}/origin.json cannot be used .* Delete .*{STATE} to resume"):
