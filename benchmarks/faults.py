@@ -219,7 +219,7 @@ def damage(subject: Subject, folder: Path, rng: random.Random) -> str:
     states = RunFolder(folder).list_states()
     all_states = rng.random() < 0.25
     for state in states if all_states else states[-1:]:
-        file = rng.choice(sorted(state.iterdir()))
+        file = rng.choice(sorted(path for path in state.iterdir() if path.stat().st_size))
         content = bytearray(file.read_bytes())
         position = rng.randrange(len(content))
         match rng.choice(("flip", "cut", "empty", "remove")):

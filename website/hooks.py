@@ -79,8 +79,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to pictures and notebooks outside of docs/ to their copies in the site, and let code fit its page."""
+    """Lead links to pictures, notebooks and texts outside of docs/ to their copies in the site, and let code fit its page."""
     markdown = _EXAMPLE.sub("](examples/\\1.md)", markdown.replace("](../benchmarks/", "](benchmarks/"))
+    for source, name in TEXTS.items():
+        markdown = markdown.replace(f"](../{source}", f"]({name}")
     return _CODE.sub(lambda block: _lift_comments(block[0]), markdown)
 
 
