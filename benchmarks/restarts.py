@@ -75,9 +75,10 @@ def wait_for_state(folder: RunFolder, job: subprocess.Popen[bytes], seen: str) -
 
 
 def disturb(
-    place: Path, name: str, processes: int, signals: list[signal.Signals], settings: list[str], rng: random.Random
+    place: Path, number: int, processes: int, signals: list[signal.Signals], settings: list[str], rng: random.Random
 ) -> tuple[int, str]:
     """Send signals to processes of one training; return how many were sent, and how it ended."""
+    name = f"job-{number}"
     folder, seen, sent = RunFolder(place / name), "", 0
     began = time.monotonic()
     with start(place, name, processes, len(signals), settings) as job:
@@ -97,7 +98,7 @@ def disturb(
             return sent, "hung"
     if sent < len(signals):
         return sent, "ended before every signal was sent"
-    same = status == 0 and (are_equal if processes == 2 else are_close)(place / "whole", place / name)
+    same = status == 0 and (are_equal if processes == 2 else are_close)(place / f"whole-{number % 2}", place / name)
     return sent, "as if left alone" if same else "lost"
 
 
@@ -124,14 +125,15 @@ def main() -> int:
     outcomes = []
     with TemporaryDirectory() as folder:
         place = Path(folder)
-        with start(place, "whole", processes, 0, []) as job:
-            if job.wait(LIMIT_SECONDS) != 0:
-                raise SystemExit(f"It cannot be trained:\n{(place / 'whole.log').read_text()}")
+        for number, settings in enumerate((BEHIND, [])[: len(jobs)]):
+            with start(place, f"whole-{number}", processes, 0, settings) as job:
+                if job.wait(LIMIT_SECONDS) != 0:
+                    raise SystemExit(f"It cannot be trained:\n{(place / f'whole-{number}.log').read_text()}")
         for number, signals in enumerate(jobs):
             began = time.monotonic()
             rng = random.Random(f"{arguments.seed} {number}")
             settings = [] if number % 2 else BEHIND
-            sent, outcome = disturb(place, f"job-{number}", processes, signals, settings, rng)
+            sent, outcome = disturb(place, number, processes, signals, settings, rng)
             outcomes.append(outcome)
             kind = "killed" if signals[0] == signal.SIGKILL else "stopped"
             seconds = time.monotonic() - began
