@@ -16,6 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from revzoo.errors import InputError, RevzooError
 
@@ -52,7 +53,7 @@ def import_packages_of_runs(words: Iterable[str]) -> list[str]:
         for name in re.findall(r"^\w+(?:\.\w+)*$", text, re.MULTILINE):
             if name not in _imported:
                 try:
-                    import_installed(name)
+                    import_if_installed(name)
                 except InputError as error:
                     raise InputError(f"{path} was trained with --import {name}. {error}") from error
                 _imported.append(name)
@@ -60,7 +61,7 @@ def import_packages_of_runs(words: Iterable[str]) -> list[str]:
     return lines
 
 
-def import_installed(name: str) -> ModuleType:
+def import_if_installed(name: str) -> ModuleType:
     """Import a module that a file names: it has to be installed, or imported already, such as by `--import`.
 
     Raises:
@@ -79,6 +80,12 @@ def import_installed(name: str) -> ModuleType:
         ) from error
     finally:
         sys.path[:] = before
+
+
+def drop_kernels(config: Any) -> Any:
+    """Return a configuration of Transformers without the attention that a file may name: one of the hub is compiled code."""
+    config._attn_implementation = None
+    return config
 
 
 def import_from_here(name: str) -> ModuleType:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from revzoo.analysis.resnet import RESNETS, ResNet
+from revzoo.plugin import drop_kernels
 from revzoo.spec.schema import ImageInput, Spec
 
 
@@ -50,7 +51,7 @@ def _build_from_timm(spec: Spec, name: str, arguments: dict[str, Any]) -> nn.Mod
 
 def _build_from_transformers(spec: Spec, name: str, arguments: dict[str, Any]) -> nn.Module:
     network: Any = getattr(import_module("transformers"), name)
-    model: nn.Module = network(network.config_class(**(_outputs(spec, "num_labels") | arguments)))
+    model: nn.Module = network(drop_kernels(network.config_class(**(_outputs(spec, "num_labels") | arguments))))
     return model
 
 

@@ -18,6 +18,7 @@ from revzoo.analysis.dry_run import preserve_random_streams
 from revzoo.checkpoint.foreign import read_config, read_weights
 from revzoo.errors import ConversionError, InputError, UnknownNameError, did_you_mean
 from revzoo.hub import TIMM_PREFIX, TRANSFORMERS_PREFIX, fetch_files, fetch_transformers
+from revzoo.plugin import drop_kernels
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import hint_at_hub, model_files
 
@@ -200,7 +201,7 @@ def _from_folder(name: str, config: dict[str, Any], tensors: dict[str, Tensor], 
     def build(completed: dict[str, Any], given: Mapping[str, Tensor]) -> nn.Module:
         library: Any = import_module("transformers")
         network_class = getattr(library, completed["architectures"][0])
-        return _load(network_class(network_class.config_class.from_dict(completed)), given)
+        return _load(network_class(drop_kernels(network_class.config_class.from_dict(completed))), given)
 
     return Original(name, config, tensors, build, folder)
 

@@ -58,8 +58,9 @@ def read_splits(root: Path, is_one_enough: bool = False) -> list[tuple[Any, str]
     with explain_missing("datasets", "Data sets of Hugging Face"):
         import datasets
     if not is_saved_dataset(root):
-        for file in sorted(path for path in root.rglob("*") if path.suffix in (".json", ".jsonl", ".ndjson")):
-            _require_shallow(file)
+        for file in sorted(root.rglob("*")):
+            if file.suffix in (".json", ".jsonl", ".ndjson") and file.is_file():
+                _require_shallow(file)
     try:
         with quiet(datasets):
             # A relative name might be that of a data set on the hub.

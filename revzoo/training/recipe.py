@@ -8,7 +8,7 @@ from pathlib import Path
 
 from revzoo.data.options import is_own, require_root
 from revzoo.errors import InputError, SpecError, SpecProblem, UnknownNameError, find_nearest, quote
-from revzoo.plugin import import_installed
+from revzoo.plugin import import_if_installed
 from revzoo.spec.names import BYTES, model_files, recipe_files, refuse_source
 from revzoo.spec.outline import check_names
 from revzoo.spec.parsing import parse, to_plain
@@ -94,7 +94,7 @@ def _find_strange_code(tree: YamlNode) -> list[SpecProblem]:
     if name is None or name.file == OVERRIDE or not isinstance(name.value, str) or not is_own(name.value):
         return []
     try:
-        import_installed(name.value.partition(":")[0])
+        import_if_installed(name.value.partition(":")[0])
     except InputError as error:
         return [name.problem("a function of a module that can be imported", hint=f" {error}")]
     return []

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 import zoo_cli
+from revzoo.analysis.twin import build_twin
+from revzoo.spec import load_spec
 from revzoo.training.run_folder import seal
 from tests.training.runs import FAST
 
 STATE = "state/00001-0000000"
+KERNELS = ("attn_implementation", "_attn_implementation")  # may name compiled code of the hub
 # A module in the present folder, which leaves the mark when it is imported, and a function that leaves it when it is called.
 MODULE = 'from pathlib import Path\n\nPath("MARK").touch()\n\n\ndef load(options, input):\n    return Path("MARK").touch()\n'
 
@@ -209,7 +213,7 @@ def test_a_folder_of_transformers(run, strange, monkeypatch):
         {"auto_map": own},
         {"auto_map": own, "model_type": "strange", "architectures": ["Strange"]},
         {"architectures": ["pipeline"]},
-        {"_attn_implementation": "stranger/kernel", "attn_implementation": "stranger/kernel"},
+        dict.fromkeys(KERNELS, "stranger/kernel"),
     ):
         write_config(folder, **changes)
         shutil.copy("shapes.py", folder / "shapes.py")
@@ -222,6 +226,19 @@ def test_a_folder_of_transformers(run, strange, monkeypatch):
             assert "kernels" not in said, said
     torch.save({"b": Payload()}, folder / "pytorch_model.bin")
     strange("convert", folder, "--out", "converted")
+
+
+def test_kernels_that_files_name(run, strange):
+    """Networks of Transformers that are built to compare with have the attention that is installed."""
+    transformers = pytest.importorskip("transformers")
+    write_config(Path("network"))
+    network = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained("network"))
+    network.save_pretrained("network")
+    write_config(Path("network"), **network.config.to_dict() | dict.fromkeys(KERNELS, "stranger/kernel"))
+    assert "was not run" not in strange("convert", "network", "--out", "converted", status=0)
+    twin = {"library": "transformers", "name": "LlamaForCausalLM", "arguments": {KERNELS[0]: "stranger/kernel"}}
+    twin["arguments"] |= {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 99, "num_attention_heads": 2}
+    assert isinstance(build_twin(replace(load_spec("rev_gpt_mini"), twin=twin)), transformers.LlamaForCausalLM)
 
 
 def test_images_by_another_name(run, strange, monkeypatch):
@@ -263,7 +280,7 @@ def test_what_is_nested_too_deep(run, strange, write_tar, depth):
     for split in ("train", "val"):
         write_tar(Path("tars", f"{split}.tar"), {"a.png": image.read_bytes(), "a.json": f'{{"label": {deep}}}'.encode()})
     assert "has no label" in strange("train", "images", "data.name=wds", "data.root=tars", "--dry-run")
-    Path("saved").mkdir()
+    Path("saved/folder.json").mkdir(parents=True)
     Path("saved/train.jsonl").write_text(f'{{"label": 0, "image": {deep}}}\n')
     said = strange("train", "images", "data.name=hfds", "data.root=saved", "--dry-run")
     assert "saved/train.jsonl cannot be read: line 1: lists and mappings are nested more than 100 deep" in said
