@@ -69,7 +69,7 @@ def original(name: str, options: dict) -> tuple[nn.Module, dict, TransformersEnc
     base = CONFIGS[stem]
     without = {"add_pooling_layer": options.pop("add_pooling_layer")} if "add_pooling_layer" in options else {}
     defaults = {key: value for key, value in base.to_dict().items() if key not in ("id2label", "label2id")}
-    config = type(base).from_dict(defaults | options)  # some versions of Transformers prefer id2label to num_labels
+    config = type(base).from_dict(defaults | options)  # Transformers prefers id2label to num_labels
     network = getattr(transformers, name)(config, **without).eval()
     for key, p in network.named_parameters():
         nn.init.normal_(p, mean=float(key.lower().endswith(("layernorm.weight", "layer_norm.weight"))), std=0.3)

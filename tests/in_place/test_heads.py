@@ -105,8 +105,7 @@ def drop_outside(model):
 def _run_with_dropout(layer, x, **kwargs):
     attended, _ = layer.self_attn(layer.input_layernorm(x), **kwargs)
     x = x + F.dropout(attended, 0.1, layer.training)
-    x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return (x,) if transformers.__version__ < "5" else x
+    return x + layer.mlp(layer.post_attention_layernorm(x))
 
 
 def mix_heads(model):
