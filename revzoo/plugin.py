@@ -43,7 +43,7 @@ def import_packages_of_runs(words: Iterable[str]) -> list[str]:
     Args:
         words: as typed: the folder of a run, a file in it, or a setting such as model=FOLDER.
     Raises:
-        InputError: a package cannot be imported so.
+        InputError: a package cannot be imported.
     """
     lines = []
     for word in words:
@@ -52,32 +52,29 @@ def import_packages_of_runs(words: Iterable[str]) -> list[str]:
         text = Path(record).read_text(encoding="utf-8", errors="replace") if path and os.path.isfile(record) else ""
         for name in re.findall(r"^\w+(?:\.\w+)*$", text, re.MULTILINE):
             if name not in _imported:
-                try:
-                    import_if_installed(name)
-                except InputError as error:
-                    raise InputError(f"{path} was trained with --import {name}. {error}") from error
+                import_if_installed(name, record)
                 _imported.append(name)
                 lines.append(f"Imported {name}, with which {path} was trained.")
     return lines
 
 
-def import_if_installed(name: str) -> ModuleType:
+def import_if_installed(name: str, source: str) -> ModuleType:
     """Import a module that a file names: it has to be installed, or imported already, such as by `--import`.
 
+    Args:
+        name: of the module.
+        source: the file, and the place in it, for messages.
+
     Raises:
-        InputError: it cannot be imported so.
+        InputError: it cannot be imported, or is of Python itself.
     """
+    if name.partition(".")[0] in (*sys.stdlib_module_names, "__main__"):
+        raise InputError(f"{source} names {name}, which is of Python itself. A file names only what is of others.")
     before, here = sys.path[:], os.getcwd()
     sys.path[:] = [folder for folder in INSTALLED if os.path.abspath(folder) != here]
     try:
-        if name.partition(".")[0] in (*sys.stdlib_module_names, "__main__"):
-            raise ImportError("it is of Python itself")
-        return import_module(name)
-    except (Exception, SystemExit) as error:  # of a module of others, which may raise anything
-        raise InputError(
-            f"What a file names is imported only if it is installed, and {name} cannot be imported so "
-            f"({describe_failure(error)}). If you trust it, say so: --import {name}."
-        ) from error
+        remedy = f"What a file names has to be installed. If you trust it, say so: --import {name}."
+        return _import(name, f"{source} names {name}. {remedy}")
     finally:
         sys.path[:] = before
 
@@ -99,16 +96,22 @@ def import_from_here(name: str) -> ModuleType:
     here = os.getcwd()
     sys.path.insert(0, here)  # as `python -m` does
     try:
-        return import_module(name)
-    except (Exception, SystemExit) as error:  # of a module of others, which may raise anything
-        raise InputError(
-            f"{name} cannot be imported ({describe_failure(error)}). Correct it there. A name is that of a module which is "
-            "installed, or seen from the present folder: my_parts for my_parts.py or my_parts/__init__.py."
-        ) from error
+        return _import(
+            name,
+            "Correct it there. A name is that of a module which is installed, or seen from the present folder: my_parts for "
+            "my_parts.py or my_parts/__init__.py.",
+        )
     finally:
         sys.path.remove(here)
         if here not in sys.path:
             sys.path.append(here)
+
+
+def _import(name: str, remedy: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except (Exception, SystemExit) as error:  # of a module of others, which may raise anything
+        raise InputError(f"{name} cannot be imported ({describe_failure(error)}). {remedy}") from error
 
 
 def describe_failure(error: BaseException) -> str:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,7 @@ def find_fake_mode(tensors: list[Tensor], always: bool = False) -> FakeTensorMod
 
 def _find_local(t: Tensor) -> Tensor:
     """Return what this process holds of a tensor that is divided over processes; any other tensor as it is."""
-    local: Tensor = getattr(t, "_local_tensor", t)
-    return local
+    return cast(Tensor, getattr(t, "_local_tensor", t))
 
 
 def is_divided_copy(model: nn.Module) -> bool:
@@ -49,41 +48,24 @@ def make_fake(t: Tensor, mode: FakeTensorMode, home: torch.device) -> Tensor:
     return mode.from_tensor(t.detach())
 
 
-_NORMS = {
-    torch.ops.aten.native_batch_norm.default,
-    torch.ops.aten.native_layer_norm.default,
-    torch.ops.aten.native_group_norm.default,
-}
-# Views of their first argument alone, of sizes that follow from the arguments.
-_VIEWS = {
-    torch.ops.aten.detach.default,
-    torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.t.default,
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.permute.default,
-    torch.ops.aten.expand.default,
-    torch.ops.aten.slice.Tensor,
-    torch.ops.aten.select.int,
-    torch.ops.aten.unsqueeze.default,
-    torch.ops.aten.unbind.int,
-    torch.ops.aten.split.Tensor,
+_ATEN = torch.ops.aten
+_NORMS = {_ATEN.native_batch_norm.default, _ATEN.native_layer_norm.default, _ATEN.native_group_norm.default}
+_VIEWS = {  # of their first argument alone, of sizes that follow from the arguments
+    *(_ATEN.detach.default, _ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.t.default, _ATEN.transpose.int),
+    *(_ATEN.permute.default, _ATEN.expand.default, _ATEN.slice.Tensor, _ATEN.select.int, _ATEN.unsqueeze.default),
+    *(_ATEN.unbind.int, _ATEN.split.Tensor),
 }
 # What makes a sparse tensor of a size that does not depend on values.
-_MAKE_SPARSE = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
-_SPARSE = {torch.ops.aten._embedding_bag_backward.default, torch.ops.aten.detach.default, _MAKE_SPARSE}
-_CLONE = torch.ops.aten.clone.default
-_LSTM_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
-_LSTM_LAYER_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+_MAKE_SPARSE = _ATEN._sparse_coo_tensor_with_dims_and_tensors.default
+_SPARSE = {_ATEN._embedding_bag_backward.default, _ATEN.detach.default, _MAKE_SPARSE}
+_CLONE = _ATEN.clone.default
+_LSTM_LAYER = _ATEN.mkldnn_rnn_layer.default
+_LSTM_LAYER_BACKWARD = _ATEN.mkldnn_rnn_layer_backward.default
 _LAST_OFFSET = 7  # whether the offsets of bags contain the end of the last one
-_EMBEDDING_BAGS = {torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default}
-_MEAN_LOSSES = {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default}
-_GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
-_NORMS_BACKWARD = {
-    torch.ops.aten.native_batch_norm_backward.default,
-    torch.ops.aten.native_layer_norm_backward.default,
-    _GROUP_NORM_BACKWARD,
-}
+_EMBEDDING_BAGS = {_ATEN._embedding_bag.default, _ATEN._embedding_bag_forward_only.default}
+_MEAN_LOSSES = {_ATEN.mse_loss.default, _ATEN.smooth_l1_loss.default}
+_GROUP_NORM_BACKWARD = _ATEN.native_group_norm_backward.default
+_NORMS_BACKWARD = {_ATEN.native_batch_norm_backward.default, _ATEN.native_layer_norm_backward.default, _GROUP_NORM_BACKWARD}
 
 
 class FakeKernelError(RuntimeError):
@@ -160,7 +142,7 @@ class FakeMode(FakeTensorMode):
 
 def _lay_out(norm: Any, t: Tensor, x: Tensor) -> Tensor:
     """Return the result of a norm as kernels of the CPU lay it out: channels last where the input has them there."""
-    has_channels = norm.overloadpacket not in (torch.ops.aten.native_layer_norm, torch.ops.aten.native_layer_norm_backward)
+    has_channels = norm.overloadpacket not in (_ATEN.native_layer_norm, _ATEN.native_layer_norm_backward)
     return t.contiguous(memory_format=suggest_memory_format(x) if has_channels else torch.contiguous_format)
 
 
@@ -186,8 +168,7 @@ def _compute_workspace_size(*args: Any) -> int:
     """Return how many bytes a layer of an LSTM saves besides its results, given its described arguments."""
     with _disable_current_modes(), torch.enable_grad():  # without gradients it saves nothing
         *_, workspace = _LSTM_LAYER(*(torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, _Kind) else a for a in args))
-    size: int = workspace.nbytes
-    return size
+    return cast(int, workspace.nbytes)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from revzoo.data.image_labels import describe_missing, natural_key
 from revzoo.data.options import HEIF, SPLITS
-from revzoo.data.stored_images import ImageSplits, StoredImages, list_suffixes
+from revzoo.data.stored_images import ImageSplits, StoredImages, list_formats
 from revzoo.errors import DataError, join_names
 
 _HELD_OUT = 5  # one image in five is for validation where there is no folder of them
@@ -147,7 +147,7 @@ def find_classes(folder: Path) -> ClassFolders:
     if empty := [name for name, paths in files.items() if not paths]:
         raise DataError(
             f"Class folders in {folder} without images in them: {join_names(empty)}. Fill or remove them. Images end with "
-            f"{', '.join(list_suffixes())}{_explain_heif(skipped)}."
+            f"{', '.join(list_formats())}{_explain_heif(skipped)}."
         )
     return ClassFolders(folder, files, skipped)
 
@@ -188,7 +188,7 @@ def _is_hidden(name: str) -> bool:
 def _is_image(path: Path, skipped: Counter[str]) -> bool:
     """Return whether a file is an example; count it as skipped if not. A link to nowhere is one, which reading it names."""
     suffix = path.suffix.lower()
-    if suffix not in list_suffixes():
+    if suffix not in list_formats():
         skipped[suffix or "without suffix"] += 1
         return False
     if path.is_file() or not path.exists():

@@ -20,7 +20,7 @@ import numpy as np
 
 from revzoo.data.image_labels import describe_missing, name_classes, natural_key, number_labels, read_label
 from revzoo.data.options import SPLITS, ImageOptions
-from revzoo.data.stored_images import ImageSplits, StoredImages, list_suffixes
+from revzoo.data.stored_images import ImageSplits, StoredImages, list_formats
 from revzoo.errors import DataError, join_names
 from revzoo.file import parse_json
 
@@ -103,7 +103,7 @@ def open_tars(root: Path, options: ImageOptions, mode: str) -> ImageSplits:
 
 def _index_tar(path: Path, label: str) -> list[_Example]:
     """Return the examples of a tar, in its order."""
-    suffixes = {suffix[1:] for suffix in list_suffixes()}
+    suffixes = {suffix[1:] for suffix in list_formats()}
     examples = []
     try:
         with tarfile.open(path, "r:") as tar:

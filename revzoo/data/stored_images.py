@@ -94,20 +94,15 @@ def make_printable(name: str) -> str:
 
 
 @cache
-def _list_formats() -> dict[str, str]:
-    """Return Pillow's name for the format of each suffix of image files that the installed one reads, sorted."""
+def list_formats() -> dict[str, str]:
+    """Return Pillow's names for the formats of the image files that the installed one reads, by suffix, sorted."""
     formats = Image.registered_extensions()
     return {suffix: formats[suffix] for suffix in IMAGES if formats.get(suffix) in Image.OPEN}
 
 
-def list_suffixes() -> tuple[str, ...]:
-    """Return the suffixes of the image files that the installed Pillow reads, sorted."""
-    return tuple(_list_formats())
-
-
 def open_image(file: Path | BinaryIO) -> Image.Image:
     """Open a file as one of the formats that `IMAGES` names: Pillow knows others, and hands PostScript to a program."""
-    return Image.open(file, formats=sorted(set(_list_formats().values())))
+    return Image.open(file, formats=sorted(set(list_formats().values())))
 
 
 def read_image(file: Path | BinaryIO, mode: str) -> Any:

@@ -57,10 +57,8 @@ def read_splits(root: Path, is_one_enough: bool = False) -> list[tuple[Any, str]
     """Return the rows for training and for validation, or of the only split, and what each split is called in messages."""
     with explain_missing("datasets", "Data sets of Hugging Face"):
         import datasets
-    if not is_saved_dataset(root):
-        for file in sorted(root.rglob("*")):
-            if file.suffix in (".json", ".jsonl", ".ndjson") and file.is_file():
-                _require_shallow(file)
+    for file in filter(Path.is_file, root.rglob("*json*")):
+        _require_shallow(file)
     try:
         with quiet(datasets):
             # A relative name might be that of a data set on the hub.
@@ -202,12 +200,11 @@ def _read_csv(file: Path, delimiter: str) -> dict[str, list[Any]]:
 def _require_shallow(file: Path) -> None:
     """Check that Arrow's reader of JSON lines, which has no limit of its own, does not run out of stack."""
     for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
-        if line.count(b"[") + line.count(b"{") > 100:
-            try:
+        try:
+            if line.count(b"[") + line.count(b"{") > 100:
                 parse_json(line)
-            except json.JSONDecodeError:  # for its reader to say, or a part of a value of several lines
-                continue
-            except ValueError as error:
+        except ValueError as error:
+            if not isinstance(error, json.JSONDecodeError):  # which is for its reader to say, or of a value of several lines
                 raise DataError(f"{file} cannot be read: line {number}: {error}. Correct or remove it.") from error
 
 

@@ -80,6 +80,8 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = (), *, by_class: 
         except SpecError as error:
             inside = [replace(each, file=each.file.replace(f"{folder}/", f"{checkpoint}: ")) for each in error.problems]
             raise SpecError(inside) from error
+        except InputError as error:
+            raise InputError(str(error).replace(f"{folder}/", f"{checkpoint}: ")) from error
 
 
 def _explain_missing(path: Path) -> RevzooError:

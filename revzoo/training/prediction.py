@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from revzoo.data.base import BrokenExampleError
 from revzoo.data.image_folders import list_images
 from revzoo.data.options import TABLES, TEXT_FILES
-from revzoo.data.stored_images import list_suffixes, make_printable, open_image
+from revzoo.data.stored_images import list_formats, make_printable, open_image
 from revzoo.data.text_tables import STANDARD_INPUT, read_lines
 from revzoo.data.transform import transform
 from revzoo.errors import InputError, RevzooError, join_names, quote
@@ -133,7 +133,7 @@ def _list_images(file: Path, model: str) -> Iterator[tuple[str, Path]]:
         raise InputError(f"{model} takes images. Received: {file}. Name images or folders of them.")
     images = list_images(file) if file.is_dir() else [file]
     if not images:
-        raise InputError(f"There are no images in {file}: looked for {', '.join(list_suffixes())}.")
+        raise InputError(f"There are no images in {file}: looked for {', '.join(list_formats())}.")
     yield from ((str(image), image) for image in images)
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from revzoo.data.options import is_own, require_root
-from revzoo.errors import InputError, SpecError, SpecProblem, UnknownNameError, find_nearest, quote
+from revzoo.errors import SpecError, SpecProblem, UnknownNameError, find_nearest, quote
 from revzoo.plugin import import_if_installed
 from revzoo.spec.names import BYTES, model_files, recipe_files, refuse_source
 from revzoo.spec.outline import check_names
@@ -34,6 +34,7 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
     Raises:
         UnknownNameError: there is no recipe or file of that name.
         SpecError: the recipe or the overrides have problems; all of them are listed.
+        InputError: a file names a function of data that is not installed.
         DataError: `data.root` is not there, or a file where the data are a folder.
     """
     path = Path(source)
@@ -58,8 +59,6 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
     tree = _move_coupling(tree)
     if not complete:
         tree = merge(YamlNode.from_plain({"model": {"name": TO_BE_NAMED}}, str(path)), tree)
-    if complete:
-        problems += _find_strange_code(tree)
     recipe, parse_problems = parse(Recipe, tree)
     problems += map(_point_to_model, parse_problems)
     # Sections that parsed are checked further even if another one did not, so that all problems are reported at once.
@@ -77,6 +76,9 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
     if problems := problems or list(find_problems_for_timm(tree)):
         raise SpecError(problems)
     assert recipe is not None
+    places = dict(list_places(tree))
+    if complete and is_own(recipe.data.name) and places["data.name"] != OVERRIDE:  # a file names code
+        import_if_installed(recipe.data.name.partition(":")[0], f"{places['data.name']}, data.name,")
     model = recipe.model
     pretrained = model.pretrained and model.checkpoint is None  # a checkpoint was typed: `find_contradictions`
     recipe = replace(recipe, model=replace(model, name=_absolute_if_folder(model.name), pretrained=pretrained))
@@ -84,20 +86,7 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
     file = data.text.tokenizer
     text = replace(data.text, tokenizer=file if file == BYTES else _make_absolute(file))
     data = replace(data, root=_make_absolute(data.root), text=text)
-    return replace(recipe, data=data, file=str(path), places=dict(list_places(tree)))
-
-
-def _find_strange_code(tree: YamlNode) -> list[SpecProblem]:
-    """Import the module of a function of data that a file names; return the problem if it is not installed."""
-    data = tree.value.get("data", tree)
-    name = data.value.get("name") if isinstance(data.value, dict) else None
-    if name is None or name.file == OVERRIDE or not isinstance(name.value, str) or not is_own(name.value):
-        return []
-    try:
-        import_if_installed(name.value.partition(":")[0])
-    except InputError as error:
-        return [name.problem("a function of a module that can be imported", hint=f" {error}")]
-    return []
+    return replace(recipe, data=data, file=str(path), places=places)
 
 
 def _merge_recipes(base: YamlNode, over: YamlNode) -> YamlNode:

@@ -220,9 +220,9 @@ class RunFolder:
         state = self.find_state()
         try:
             progress = Progress(**parse_json((state / "progress.json").read_bytes()))
-            values = asdict(progress)
-            if wrong := [name for name, value in values.items() if not _is_count(value, type(getattr(Progress, name)))]:
-                raise ValueError(f"{wrong[0]} is {values[wrong[0]]!r}")
+            for name, value in asdict(progress).items():
+                if not _is_count(value, type(getattr(Progress, name))):
+                    raise ValueError(f"{name} is {value!r}")
             return progress
         except (OSError, ValueError, TypeError) as error:
             raise self.explain_damage(state / "progress.json", error) from error
@@ -295,12 +295,10 @@ class RunFolder:
         return [self._parse_record(number, line) for number, line in enumerate(text.split("\n")[:-1], 1)]
 
     def _parse_record(self, number: int, line: str) -> dict[str, Any]:
-        try:
+        with suppress(ValueError):
             record = parse_json(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict) and all(_is_count(record.get(key), float) for key in _DRAWN):
-            return record
+            if isinstance(record, dict) and all(_is_count(record.get(key), float) for key in _DRAWN):
+                return record
         raise CheckpointError(f"Line {number} of {self.metrics} is not the metrics of an epoch. Delete that line to go on.")
 
     def append_record(self, record: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -37,15 +37,11 @@ from revzoo.training.run_folder import RunFolder
 from revzoo.training.terminal import has_lost_others
 
 METADATA = ".metadata"  # says which file holds which part of which tensor
-_OF_METADATA = {
-    "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "TensorStorageMetadata"),
-        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    **dict.fromkeys(("pathlib", "pathlib._local"), ("PosixPath", "WindowsPath")),
+_OF_METADATA = {  # functions and classes in it, with those of Python's versions and systems
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta BytesStorageMetadata TensorStorageMetadata "
+    "ChunkStorageMetadata TensorProperties _MEM_FORMAT_ENCODING",
+    **{"torch.distributed.checkpoint.filesystem": "_StorageInfo", "torch": "Size", "torch.serialization": "_get_layout"},
+    **dict.fromkeys(("pathlib", "pathlib._local"), "PosixPath WindowsPath"),
 }
 _SETTINGS = "settings"
 # The names are flat already; in the settings flattening would lose what is empty.
@@ -134,7 +130,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _OF_METADATA.get(module, ()):
+        if is_dtype or name in _OF_METADATA.get(module, "").split():
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}, which is of no state and was not run")
 
@@ -144,9 +140,7 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / METADATA).open("rb") as file:
-            metadata = cast(Metadata, _MetadataUnpickler(file).load())
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+            return cast(Metadata, _MetadataUnpickler(file).load())
 
 
 class _LoadPlanner(DefaultLoadPlanner):

@@ -55,7 +55,7 @@ def test_a_run_names_its_packages_which_are_imported_if_installed(own, monkeypat
     (own / "run" / plugin.RECORD).write_text("revzoo_template")
     (own / "run" / "best.safetensors").touch()
     shutil.copytree(TEMPLATE / "revzoo_template", own / "revzoo_template")  # in the present folder
-    with pytest.raises(InputError, match=r"run was trained with --import revzoo_template\. What a file names is imported"):
+    with pytest.raises(InputError, match=r"run/imports\.txt names revzoo_template\. What a file names has to be"):
         plugin.import_packages_of_runs(["digits", "model=run"])
     assert "revzoo_template" not in sys.modules
     (own / "revzoo_template").rename(own / "installed" / "revzoo_template")
