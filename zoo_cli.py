@@ -20,6 +20,7 @@ COMMANDS = (
 def run() -> int:
     """Run one command as a process of its own, and return the exit status."""
     signal.signal(signal.SIGTERM, _terminate)
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # programs that libraries start do not look into the present folder
     return main()
 
 

@@ -38,7 +38,7 @@ from revzoo.training.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ["digits", "data.batch_size=40", "model.overrides=[stages.0.depth=2]", "train.save_every=3"]
-BEHIND = ["train.shard=full", "train.save_async=true"]
+SETTINGS = (["train.shard=full", "train.save_async=true"], [])  # in turn
 WAIT_SECONDS = 120  # for a process that hangs; starting takes less, also on a busy machine
 LIMIT_SECONDS = 7200  # in which a training has to end
 
@@ -74,14 +74,12 @@ def wait_for_state(folder: RunFolder, job: subprocess.Popen[bytes], seen: str) -
     return ""
 
 
-def disturb(
-    place: Path, number: int, processes: int, signals: list[signal.Signals], settings: list[str], rng: random.Random
-) -> tuple[int, str]:
+def disturb(place: Path, number: int, processes: int, signals: list[signal.Signals], rng: random.Random) -> tuple[int, str]:
     """Send signals to processes of one training; return how many were sent, and how it ended."""
     name = f"job-{number}"
     folder, seen, sent = RunFolder(place / name), "", 0
     began = time.monotonic()
-    with start(place, name, processes, len(signals), settings) as job:
+    with start(place, name, processes, len(signals), SETTINGS[number % 2]) as job:
         for signum in signals:
             seen = wait_for_state(folder, job, seen)
             time.sleep(rng.uniform(0, 0.3))
@@ -125,15 +123,14 @@ def main() -> int:
     outcomes = []
     with TemporaryDirectory() as folder:
         place = Path(folder)
-        for number, settings in enumerate((BEHIND, [])[: len(jobs)]):
+        for number, settings in enumerate(SETTINGS[: len(jobs)]):
             with start(place, f"whole-{number}", processes, 0, settings) as job:
                 if job.wait(LIMIT_SECONDS) != 0:
                     raise SystemExit(f"It cannot be trained:\n{(place / f'whole-{number}.log').read_text()}")
         for number, signals in enumerate(jobs):
             began = time.monotonic()
             rng = random.Random(f"{arguments.seed} {number}")
-            settings = [] if number % 2 else BEHIND
-            sent, outcome = disturb(place, number, processes, signals, settings, rng)
+            sent, outcome = disturb(place, number, processes, signals, rng)
             outcomes.append(outcome)
             kind = "killed" if signals[0] == signal.SIGKILL else "stopped"
             seconds = time.monotonic() - began

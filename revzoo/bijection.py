@@ -37,8 +37,7 @@ class _Folding(Bijection):
                 f"Pooling takes whole squares of {self.block} x {self.block} pixels. Received: {H} x {W} pixels. Pad or crop "
                 "the image, or pool less often."
             )
-        squares: Tensor = x.unflatten(3, (-1, self.block)).unflatten(2, (-1, self.block))
-        return squares
+        return x.unflatten(3, (-1, self.block)).unflatten(2, (-1, self.block))
 
 
 def _join(squares: Tensor) -> Tensor:

@@ -3,14 +3,17 @@
 import errno
 import json
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 # Of folders: some network drives cannot sync them, and Windows cannot open them.
 _NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
-_DEEPEST = 100  # lists and mappings within one another; whoever walks through more, in Python or in C, may run out of stack
+_DEEPEST = 100
+_NO_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^]["{}]+', re.DOTALL)
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
@@ -49,17 +52,25 @@ def parse_json(text: str | bytes) -> Any:
     """Return what a text in JSON says.
 
     Raises:
-        ValueError: it is not JSON, not UTF-8, or nested more than 100 deep.
+        ValueError: it is not JSON, or nested more than 100 deep.
     """
-    with suppress(RecursionError):
-        value = json.loads(text)
-        level = [value]
-        for _ in range(_DEEPEST):
-            inside = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-            level = [item for items in inside for item in items]
-        if not level:
-            return value
-    raise ValueError(f"lists and mappings are nested more than {_DEEPEST} deep")
+    require_shallow(content := text.encode() if isinstance(text, str) else text)
+    return json.loads(content)
+
+
+def require_shallow(content: bytes, name: str = "") -> None:
+    """Check that lists and mappings in JSON are not nested so deep that a reader of it runs out of stack.
+
+    Args:
+        content: the JSON.
+        name: of it, with a colon and a blank; the message begins with it.
+
+    Raises:
+        ValueError: they are nested more than 100 deep.
+    """
+    depths = accumulate(1 if bracket in b"[{" else -1 for bracket in _NO_BRACKETS.sub(b"", content))
+    if max(depths, default=0) > _DEEPEST:
+        raise ValueError(f"{name}lists and mappings are nested more than {_DEEPEST} deep")
 
 
 def sync(path: Path) -> None:

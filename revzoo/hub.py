@@ -28,6 +28,18 @@ _SAFETENSORS, _PICKLED = (
 )
 
 
+def drop_code(config: Any) -> Any:
+    """Return a configuration of Transformers without code that it, or one inside it, names: classes, and kernels of the hub.
+
+    Its attention is then the one that Transformers chooses, also where it named `eager`.
+    """
+    config._attn_implementation, config.auto_map = None, {}
+    for inner in vars(config).values():
+        if hasattr(inner, "_attn_implementation"):  # a configuration, whatever it is called here
+            drop_code(inner)
+    return config
+
+
 def is_foreign(name: str) -> bool:
     """Return whether a name is that of a network of timm or Transformers, or a folder that Transformers has written."""
     of_revzoo, of_transformers = (os.path.isfile(os.path.join(name, file)) for file in ("spec.yaml", _CONFIG))

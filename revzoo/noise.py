@@ -28,8 +28,7 @@ def compute_norm_alpha(mean: Tensor, inverse_deviation: Tensor, scale: Tensor, b
     """
     square, variance = scale.square(), inverse_deviation.square().reciprocal()
     signals = (variance + mean.square()).sum() / (square + bias.square()).sum()
-    alpha: Tensor = scale.numel() * signals / (variance / square).sum()
-    return alpha
+    return scale.numel() * signals / (variance / square).sum()
 
 
 def estimate_alpha_of_addition(x1: Tensor, x2: Tensor, out: Tensor, y1: Tensor) -> Tensor:
@@ -39,5 +38,4 @@ def estimate_alpha_of_addition(x1: Tensor, x2: Tensor, out: Tensor, y1: Tensor) 
     convolutions amplify signals more than noise, so that alpha is a little higher.
     """
     first, second, added, summed = (torch.linalg.vector_norm(each).square() for each in (x1, x2, out, y1))
-    alpha: Tensor = (first + second) / ((summed + second) * (1 + added / (2 * second)))
-    return alpha
+    return (first + second) / ((summed + second) * (1 + added / (2 * second)))

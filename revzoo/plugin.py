@@ -16,7 +16,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from revzoo.errors import InputError, RevzooError
 
@@ -68,21 +67,16 @@ def import_if_installed(name: str, source: str) -> ModuleType:
     Raises:
         InputError: it cannot be imported, or is of Python itself.
     """
-    if name.partition(".")[0] in (*sys.stdlib_module_names, "__main__"):
+    parts = name.split(".")
+    if parts[0] in (*sys.stdlib_module_names, "test") or "__main__" in parts:
         raise InputError(f"{source} names {name}, which is of Python itself. A file names only what is of others.")
-    before, here = sys.path[:], os.getcwd()
-    sys.path[:] = [folder for folder in INSTALLED if os.path.abspath(folder) != here]
+    before, here = sys.path[:], os.path.realpath(os.getcwd())
+    sys.path[:] = [folder for folder in INSTALLED if os.path.realpath(folder) != here]
     try:
         remedy = f"What a file names has to be installed. If you trust it, say so: --import {name}."
         return _import(name, f"{source} names {name}. {remedy}")
     finally:
         sys.path[:] = before
-
-
-def drop_kernels(config: Any) -> Any:
-    """Return a configuration of Transformers without the attention that a file may name: one of the hub is compiled code."""
-    config._attn_implementation = None
-    return config
 
 
 def import_from_here(name: str) -> ModuleType:
@@ -93,6 +87,8 @@ def import_from_here(name: str) -> ModuleType:
     Raises:
         InputError: it cannot be imported.
     """
+    if name in sys.modules:  # also what a file names: nothing else is then found in the present folder
+        return sys.modules[name]
     here = os.getcwd()
     sys.path.insert(0, here)  # as `python -m` does
     try:

@@ -140,5 +140,4 @@ def _measure_twin(model: Model, batch: Tensor) -> TwinReport | None:
 
 
 def _dims(part: Any) -> tuple[int, ...]:
-    dims: tuple[int, ...] = part.out_shape.dims
-    return dims
+    return part.out_shape.dims

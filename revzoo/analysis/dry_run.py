@@ -289,8 +289,7 @@ def linear_loss(outputs: Any) -> Tensor:
         InputError: no output requires a gradient.
     """
     parts = [_Sum.apply(y) for y in select_differentiable(outputs)]
-    total: Tensor = sum(parts[1:], parts[0])
-    return total
+    return sum(parts[1:], parts[0])
 
 
 def compute_usual_loss(outputs: Any) -> Tensor:

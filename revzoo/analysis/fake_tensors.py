@@ -50,10 +50,20 @@ def make_fake(t: Tensor, mode: FakeTensorMode, home: torch.device) -> Tensor:
 
 _ATEN = torch.ops.aten
 _NORMS = {_ATEN.native_batch_norm.default, _ATEN.native_layer_norm.default, _ATEN.native_group_norm.default}
-_VIEWS = {  # of their first argument alone, of sizes that follow from the arguments
-    *(_ATEN.detach.default, _ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.t.default, _ATEN.transpose.int),
-    *(_ATEN.permute.default, _ATEN.expand.default, _ATEN.slice.Tensor, _ATEN.select.int, _ATEN.unsqueeze.default),
-    *(_ATEN.unbind.int, _ATEN.split.Tensor),
+# Views of their first argument alone, of sizes that follow from the arguments.
+_VIEWS = {
+    _ATEN.detach.default,
+    _ATEN.view.default,
+    _ATEN._unsafe_view.default,
+    _ATEN.t.default,
+    _ATEN.transpose.int,
+    _ATEN.permute.default,
+    _ATEN.expand.default,
+    _ATEN.slice.Tensor,
+    _ATEN.select.int,
+    _ATEN.unsqueeze.default,
+    _ATEN.unbind.int,
+    _ATEN.split.Tensor,
 }
 # What makes a sparse tensor of a size that does not depend on values.
 _MAKE_SPARSE = _ATEN._sparse_coo_tensor_with_dims_and_tensors.default

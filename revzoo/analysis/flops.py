@@ -101,8 +101,7 @@ def _count_convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *argume
     """
     *_before, transposed, _output_padding, _groups, wanted = arguments
     positions = (x if transposed else grad).shape[2:]
-    count: int = sum(wanted[:2]) * 2 * x.shape[0] * prod(positions) * weight.numel()
-    return count
+    return sum(wanted[:2]) * 2 * x.shape[0] * prod(positions) * weight.numel()
 
 
 def _count_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -119,8 +118,7 @@ def _count_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: T
 
 def _count_lstm_layer(x: Tensor, *weights: Any, **_: Any) -> int:
     """Count the products with the weights of inputs and of states (oneDNN's layer, in one direction)."""
-    count: int = 2 * prod(x.shape[:-1]) * sum(weight.numel() for weight in weights[:2])
-    return count
+    return 2 * prod(x.shape[:-1]) * sum(weight.numel() for weight in weights[:2])
 
 
 def _count_cudnn_rnn(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:

@@ -72,8 +72,7 @@ class ResNet(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self._checkpoints else block(x)
-        logits: Tensor = self.linear(self.norm(x).mean((2, 3)))
-        return logits
+        return self.linear(self.norm(x).mean((2, 3)))
 
 
 class _Block(nn.Module):
@@ -83,5 +82,4 @@ class _Block(nn.Module):
         self.shortcut = build_shortcut(width, out_width, stride, layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.shortcut(x) + self.f(x)
-        return y
+        return self.shortcut(x) + self.f(x)

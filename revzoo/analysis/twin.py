@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from revzoo.analysis.resnet import RESNETS, ResNet
-from revzoo.plugin import drop_kernels
+from revzoo.hub import drop_code
 from revzoo.spec.schema import ImageInput, Spec
 
 
@@ -39,20 +39,20 @@ def build_twin(spec: Spec, device: torch.device | str = "meta") -> nn.Module | s
 
 
 def _build_from_timm(spec: Spec, name: str, arguments: dict[str, Any]) -> nn.Module:
+    if not timm.is_model(name):  # a spec may name one of the hub
+        raise ValueError("timm has no such model")
     defaults: dict[str, Any] = _outputs(spec, "num_classes")
     if isinstance(spec.input, ImageInput):
         defaults["in_chans"] = spec.input.channels
         config = timm.get_pretrained_cfg(name)
         if config is not None and config.fixed_input_size:  # the others take any size and refuse the argument
             defaults["img_size"] = tuple(spec.input.size)
-    model: nn.Module = timm.create_model(name, **(defaults | arguments))
-    return model
+    return timm.create_model(name, **(defaults | arguments))
 
 
 def _build_from_transformers(spec: Spec, name: str, arguments: dict[str, Any]) -> nn.Module:
     network: Any = getattr(import_module("transformers"), name)
-    model: nn.Module = network(drop_kernels(network.config_class(**(_outputs(spec, "num_labels") | arguments))))
-    return model
+    return network(drop_code(network.config_class(**(_outputs(spec, "num_labels") | arguments))))
 
 
 def _build_from_revzoo(spec: Spec, name: str, arguments: dict[str, Any]) -> nn.Module:

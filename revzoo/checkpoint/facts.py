@@ -7,13 +7,24 @@ file next to the weights.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from torch import nn
 
+from revzoo.bounds import CropMode, FiniteFloat, Interpolation, PositiveFloat
 from revzoo.errors import CheckpointError
-from revzoo.file import parse_json
 from revzoo.spec.names import BYTES, TOKENIZER
+from revzoo.spec.parsing import parse_json_as
+
+
+class _DataConfig(TypedDict, total=False):
+    mean: tuple[FiniteFloat, ...]
+    std: tuple[PositiveFloat, ...]
+    interpolation: Interpolation
+    crop_pct: PositiveFloat
+    crop_mode: CropMode
+    tokenizer: str
+
 
 IMAGE_FACTS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared, in timm's words
 CLASSES, DATA_CONFIG = "revzoo.classes", "revzoo.data_config"  # keys of the metadata
@@ -38,7 +49,7 @@ def restore_facts(model: nn.Module, metadata: Mapping[str, str], file: Path, *, 
         has_new_head: whether the head is not the file's, so that its classes are others.
     """
     if CLASSES in metadata and not has_new_head:
-        cast(Any, model).class_names = _read_fact(metadata[CLASSES], list, file)
+        cast(Any, model).class_names = read_fact(metadata[CLASSES], tuple[str, ...], file)
     if config := read_data_config(metadata, file):
         cast(Any, model).data_config = config
 
@@ -48,17 +59,16 @@ def read_data_config(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
 
     A tokenizer next to the file goes before the one that the metadata name, which may be on another machine.
     """
-    config = _read_fact(metadata.get(DATA_CONFIG, "{}"), dict, file)
+    config: dict[str, Any] = read_fact(metadata.get(DATA_CONFIG, "{}"), _DataConfig, file)
     if (tokenizer := file.parent / TOKENIZER).is_file() and config.get("tokenizer") != BYTES:
         config["tokenizer"] = str(tokenizer.absolute())
     return {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
 
 
-def _read_fact(text: str, kind: type, file: Path) -> Any:
+def read_fact(text: str, annotation: Any, file: Path) -> Any:
+    """Return a fact in the metadata of a file; raise CheckpointError if it is not what an annotation says."""
     try:
-        if isinstance(value := parse_json(text), kind):
-            return value
-        reason = f"a {kind.__name__} was expected"
+        return parse_json_as(annotation, text)
     except ValueError as error:
-        reason = str(error)
-    raise CheckpointError(f"The metadata of {file} are damaged ({reason}): {text[:80]!r}. Copy or save the file again.")
+        reason = f"The metadata of {file} are damaged ({error}): {text[:80]!r}"
+        raise CheckpointError(f"{reason}. Copy or save the file again.") from error

@@ -38,5 +38,4 @@ def gather_whole(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor.detach()
     sharded = cast(Any, tensor.detach())
-    whole: Tensor = sharded.to(sharded.device_mesh.device_type).full_tensor()  # offloaded ones are on the host
-    return whole
+    return sharded.to(sharded.device_mesh.device_type).full_tensor()  # offloaded ones are on the host

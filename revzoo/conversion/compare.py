@@ -62,8 +62,7 @@ def run_converted(model: Model, examples: ComparedBatch) -> Tensor:
     model.schedule = Mode.STORE
     inputs, mask, _ = examples
     takes_mask = mask is not None and getattr(model.spec.input, "padding", None) is not None  # else padding is at the end
-    output: Tensor = model(inputs, mask) if takes_mask else model(inputs)
-    return output
+    return model(inputs, mask) if takes_mask else model(inputs)
 
 
 def compare(what: str, outputs: Any, model: Model, examples: ComparedBatch, note: str) -> Comparison:

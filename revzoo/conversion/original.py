@@ -17,8 +17,7 @@ from torch.nn.parameter import is_lazy
 from revzoo.analysis.dry_run import preserve_random_streams
 from revzoo.checkpoint.foreign import read_config, read_weights
 from revzoo.errors import ConversionError, InputError, UnknownNameError, did_you_mean
-from revzoo.hub import TIMM_PREFIX, TRANSFORMERS_PREFIX, fetch_files, fetch_transformers
-from revzoo.plugin import drop_kernels
+from revzoo.hub import TIMM_PREFIX, TRANSFORMERS_PREFIX, drop_code, fetch_files, fetch_transformers
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import hint_at_hub, model_files
 
@@ -138,8 +137,7 @@ def _from_timm(name: str, weights: str | Path | None, check: Callable[[Original]
     options: dict[str, Any] = {} if head is None else {"num_classes": head.shape[0]}  # another number after fine-tuning
 
     def make() -> nn.Module:
-        network: nn.Module = timm.create_model(name, **options)
-        return network
+        return timm.create_model(name, **options)
 
     with torch.device("meta"):
         description = make()
@@ -160,8 +158,7 @@ def _fetch_from_timm(name: str) -> nn.Module:
         if place.hf_hub_id and not place.hf_hub_filename:  # timm would ask a hub that is out of reach for most of a minute
             overlay = {"state_dict": read_weights(fetch_files(place.hf_hub_id, "model.safetensors"))}
         with preserve_random_streams(()):
-            network: nn.Module = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
-            return network
+            return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
     except Exception as error:  # hubs, proxies and file systems raise errors of many kinds
         cause = error.__cause__ or error  # without the advice for networks of Transformers
         reason = str(cause).strip().partition("\n")[0] or type(cause).__name__
@@ -201,7 +198,7 @@ def _from_folder(name: str, config: dict[str, Any], tensors: dict[str, Tensor], 
     def build(completed: dict[str, Any], given: Mapping[str, Tensor]) -> nn.Module:
         library: Any = import_module("transformers")
         network_class = getattr(library, completed["architectures"][0])
-        return _load(network_class(drop_kernels(network_class.config_class.from_dict(completed))), given)
+        return _load(network_class(drop_code(network_class.config_class.from_dict(completed))), given)
 
     return Original(name, config, tensors, build, folder)
 

@@ -4,7 +4,6 @@ Nothing is downloaded, and no cache remains.
 """
 
 import csv
-import json
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ from typing import Any
 from revzoo.data.corpus import Texts, read_utf8, require_utf8
 from revzoo.data.options import SPLITS, TABLES
 from revzoo.errors import DataError, did_you_mean, explain_missing, join_names, quote
-from revzoo.file import parse_json
+from revzoo.file import parse_json, require_shallow
 from revzoo.spec.names import find_beside
 
 STANDARD_INPUT = Path("-")
@@ -57,9 +56,11 @@ def read_splits(root: Path, is_one_enough: bool = False) -> list[tuple[Any, str]
     """Return the rows for training and for validation, or of the only split, and what each split is called in messages."""
     with explain_missing("datasets", "Data sets of Hugging Face"):
         import datasets
-    for file in filter(Path.is_file, root.rglob("*json*")):
-        _require_shallow(file)
+        import fsspec
     try:
+        for file in filter(Path.is_file, root.rglob("*json*")):
+            with fsspec.open(str(file), compression="infer") as stream:
+                require_shallow(stream.read(), f"{file}: ")  # Arrow has no limit of its own
         with quiet(datasets):
             # A relative name might be that of a data set on the hub.
             loaded = (datasets.load_from_disk if is_saved_dataset(root) else datasets.load_dataset)(str(root.absolute()))
@@ -170,8 +171,7 @@ def read_columns(file: Path) -> dict[str, list[Any]]:
     try:
         with TemporaryDirectory() as cache, quiet(datasets):
             tables = datasets.load_dataset("parquet", data_files=[str(file)], cache_dir=cache, keep_in_memory=True)
-            columns: dict[str, list[Any]] = tables["train"][:]
-            return columns
+            return tables["train"][:]
     except Exception as error:  # a damaged file makes the reader raise all kinds of exceptions
         raise DataError(f"{file} cannot be read: {shorten(error)}. Correct it.") from error
 
@@ -197,28 +197,17 @@ def _read_csv(file: Path, delimiter: str) -> dict[str, list[Any]]:
     return {name: [row[i] for row in rows] for i, name in enumerate(header)}
 
 
-def _require_shallow(file: Path) -> None:
-    """Check that Arrow's reader of JSON lines, which has no limit of its own, does not run out of stack."""
-    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
-        try:
-            if line.count(b"[") + line.count(b"{") > 100:
-                parse_json(line)
-        except ValueError as error:
-            if not isinstance(error, json.JSONDecodeError):  # which is for its reader to say, or of a value of several lines
-                raise DataError(f"{file} cannot be read: line {number}: {error}. Correct or remove it.") from error
-
-
 def _read_json(file: Path) -> dict[str, list[Any]]:
     """Return the columns of JSON lines, or of a list of rows; a label that looks like a date stays a text."""
     content = read_utf8(file).decode(errors="replace").removeprefix("\ufeff")
-    texts = [content] if content.lstrip().startswith("[") else [line for line in content.split("\n") if line.strip()]
     rows = list[Any]()
-    for number, text in enumerate(texts, 1):
-        try:
-            value = parse_json(text)
-        except ValueError as error:
-            raise DataError(f"{file} cannot be read: row {number}: {error}. Correct it: a row is a line in JSON.") from error
-        rows += value if isinstance(value, list) else [value]
+    try:
+        if content.lstrip().startswith("["):
+            rows = parse_json(content)
+        else:
+            rows.extend(parse_json(line) for line in content.split("\n") if line.strip())
+    except ValueError as error:
+        raise DataError(f"{file} cannot be read: row {len(rows) + 1}: {error}. Correct it: a row is a line in JSON.") from error
     if number := next((number for number, row in enumerate(rows, 1) if not isinstance(row, dict)), 0):
         raise DataError(f'{file}, row {number}: expected {{"COLUMN": VALUE}}. Received: {str(rows[number - 1])[:80]}.')
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain.from_iterable(rows))}

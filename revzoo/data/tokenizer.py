@@ -1,6 +1,7 @@
 """Tokenizers: plain bytes, or a file of Hugging Face's tokenizers, which `revzoo tokenizer` can train."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -65,19 +66,16 @@ class TokenizerFile:
             raise DataError(f"There is no tokenizer {file}. Make it with revzoo tokenizer FILES... --out {quote(file)}.")
         with explain_missing("tokenizers", "Tokenizers"):
             import tokenizers
-        try:
+        with _explain(f"{file} is not a tokenizer of Hugging Face's tokenizers", " Make one with revzoo tokenizer."):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # it raises nothing more specific
-            raise DataError(
-                f"{file} is not a tokenizer of Hugging Face's tokenizers ({error}). Make one with revzoo tokenizer."
-            ) from error
+            around = self._tokenizer.encode("").ids
         settings = self._tokenizer.padding
         padding = settings["pad_id"] if settings else self._find_id("<pad>", "[PAD]", *_END)
         if padding is None:
             raise DataError(f"The tokenizer {file} has no padding token: neither <pad> nor [PAD], nor a padding setting.")
         self.source, self.padding, self.mask = str(file), int(padding), self._find_id("<mask>", "[MASK]")
         self.end = self._find_id(*_END, "</s>", "<eos>", "[SEP]")
-        self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        self.size = max((*self._tokenizer.get_vocab().values(), *around), default=-1) + 1
         if not self.size:
             raise DataError(f"The tokenizer {file} has no tokens.")
         added = self._tokenizer.get_added_tokens_decoder()
@@ -110,10 +108,8 @@ class TokenizerFile:
 
     def _encode(self, texts: Sequence[str], around: bool) -> list[list[int]]:
         self._tokenizer.no_padding()
-        try:
+        with _explain(f"The tokenizer {self.source} cannot encode these texts"):  # it may lack the token for unknown words
             return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=around)]
-        except Exception as error:  # for example, its vocabulary lacks the token for unknown words
-            raise DataError(f"The tokenizer {self.source} cannot encode these texts ({error}).") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without the special ones."""
@@ -121,6 +117,17 @@ class TokenizerFile:
 
 
 Tokenizer = PlainBytes | TokenizerFile
+
+
+@contextmanager
+def _explain(what: str, remedy: str = "") -> Iterator[None]:
+    """Raise DataError for whatever the library raises: nothing more specific, and its panic is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise DataError(f"{what} ({error}).{remedy}") from error
 
 
 def open_tokenizer(file: str | None, input: TextInput) -> Tokenizer:

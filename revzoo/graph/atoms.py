@@ -363,8 +363,7 @@ def _list_moved_inputs(node: Node) -> list[Node]:
 def read_key(tensor: Tensor) -> int:
     """Return what tells the memory of living tensors apart."""
     storage = tensor.untyped_storage()
-    key: int = (0 if isinstance(tensor, FakeTensor) else storage.data_ptr()) or storage._cdata
-    return key
+    return (0 if isinstance(tensor, FakeTensor) else storage.data_ptr()) or storage._cdata
 
 
 class _Effects(TorchDispatchMode):

@@ -173,8 +173,7 @@ def _attend_fused(
 
 def multiply(tensor: Tensor, factor: float) -> Tensor:
     """Return a tensor times a number, by the operation that attention calls."""
-    product: Tensor = torch.ops.aten.mul.Scalar(tensor, factor)
-    return product
+    return torch.ops.aten.mul.Scalar(tensor, factor)
 
 
 def convert_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from revzoo.errors import CheckpointError, InputError, UnknownNameError, did_you_mean, explain_missing, join_names
-from revzoo.hub import TIMM_PREFIX, TRANSFORMERS_PREFIX, fetch_transformers, is_foreign
-from revzoo.plugin import describe_failure, drop_kernels, import_from_here
+from revzoo.hub import TIMM_PREFIX, TRANSFORMERS_PREFIX, drop_code, fetch_transformers, is_foreign
+from revzoo.plugin import describe_failure, import_from_here
 
 _logger = logging.getLogger("revzoo")
 _LONGEST_TEXT, _SIDE = 512, 224  # tokens; pixels of an image whose size a configuration does not say
@@ -69,7 +69,7 @@ def _find_config(name: str) -> Any:
             if type(config) in networks:  # with the head that the hub's have
                 config.architectures = [cast(Any, networks[type(config)]).__name__]
         return config
-    return drop_kernels(transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+    return drop_code(transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
 
 
 def _create_transformers(name: str, size: int, tokens: int | None) -> tuple[nn.Module, Any]:

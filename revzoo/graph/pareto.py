@@ -22,8 +22,7 @@ def find_best(size: NDArray[np.int64], work: NDArray[np.int64]) -> NDArray[np.in
     differs = differs[: order.size]
     np.not_equal(sizes[1:], sizes[:-1], out=differs[:-1])  # of as many bytes, the last takes the least work
     differs[-1:] = True
-    best: NDArray[np.int64] = order[differs]
-    return best
+    return order[differs]
 
 
 def find_unbeaten(

@@ -213,8 +213,7 @@ class Span:
         uses = [storages[k].born if storages[k].maker is None else storages[k].last_use for k in self.own]
         since = np.minimum(np.array(uses, np.int64) + 1, self.end + 1) - start
         more = _accumulate(since, self._mark(keeps)[:, : len(self.own)] * choices.array[self.own], len(before) + 1)[:, :-1]
-        peaks: list[int] = (more + np.add(inner, before)).max(axis=1).tolist()
-        return peaks
+        return (more + np.add(inner, before)).max(axis=1).tolist()
 
     def list_backward_peaks(self, plans: Sequence[tuple[Collection[int], Sequence[int]]]) -> list[int]:
         """Return the peak of backward for each choice of what is kept and which atoms run again."""

@@ -177,8 +177,7 @@ class ChunkedHead:
                 stacklevel=2,
             )
         if not is_lazy or is_exporting() or must_store():
-            whole: Tensor = run(*args, **kwargs)
-            return whole
+            return run(*args, **kwargs)
         logits = LazyLogits.of(module, self._name, lambda x: run(x) if key is None else run(**{key: x}), hidden, self._chunk)
         self.latest = logits.shape
         return logits

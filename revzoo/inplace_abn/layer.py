@@ -48,8 +48,7 @@ class InPlaceABN2d(_NormBase):
 
     def forward(self, x: Tensor) -> Tensor:
         if can_keep_output(self, x):
-            y: Tensor = InPlaceABNFunction.apply(x, self.weight, self.bias, self.slope, self)
-            return y
+            return InPlaceABNFunction.apply(x, self.weight, self.bias, self.slope, self)
         statistics, momentum = begin_batch(self)
         z = F.batch_norm(x, *statistics, self.weight, self.bias, uses_batch(self), momentum, self.eps)
         return F.leaky_relu(z, self.slope)

@@ -56,8 +56,7 @@ def _fit(key: str, tensor: Tensor, original: Model, model: Model) -> Tensor | No
     like = getattr(new, name)
     if name == "pos_embed" and old.grid != new.grid:
         prefix = tensor.shape[1] - prod(old.grid)
-        resampled: Tensor = resample_abs_pos_embed(tensor, list(new.grid), list(old.grid), prefix)
-        return resampled
+        return resample_abs_pos_embed(tensor, list(new.grid), list(old.grid), prefix)
     if name == "relative_position_bias_table" and old.window_size != new.window_size:
         return resize_biases(tensor, tuple(like.shape))
     if name in ("rel_pos_h", "rel_pos_w") and len(tensor) != len(like):

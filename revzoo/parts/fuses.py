@@ -35,8 +35,7 @@ class NormedFuse(nn.Module):
         self._channel_dim = context.shape.channel_dim
 
     def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
-        fused: Tensor = self.norm(self.join(x1, x2))
-        return fused
+        return self.norm(self.join(x1, x2))
 
     def join(self, x1: Tensor, x2: Tensor) -> Tensor:
         """Return one tensor of both streams."""

@@ -28,8 +28,7 @@ def exclude_from_compilation(function: Callable[P, R]) -> Callable[P, R]:
         if torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None:  # traced now, or about to be
             from revzoo.runtime.uncompiled import call_uncompiled
 
-            out: R = call_uncompiled(function, *args, **kwargs)
-            return out
+            return call_uncompiled(function, *args, **kwargs)
         return function(*args, **kwargs)
 
     return call
@@ -51,8 +50,7 @@ def is_exporting() -> bool:
 
     `torch.compiler.is_exporting` does too, but that of PyTorch 2.11 also returns True under torch.compile.
     """
-    exporting: bool = torch.compiler._is_exporting_flag
-    return exporting
+    return torch.compiler._is_exporting_flag
 
 
 def is_compiled(function: Callable[..., Any]) -> bool:
@@ -70,8 +68,7 @@ def are_compiled(modules: Iterable[nn.Module]) -> bool:
 
 def find_selective_call(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return the call of a compiled step for mode `selective` (`model/compiled_step.py`); None if it has none."""
-    call: Callable[..., Any] | None = getattr(getattr(function, "_compiled_call_impl", None), "call_selectively", None)
-    return call
+    return getattr(getattr(function, "_compiled_call_impl", None), "call_selectively", None)
 
 
 def find_function_compiler(function: Callable[..., Any]) -> FunctionCompiler[..., Any] | None:

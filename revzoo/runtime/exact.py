@@ -74,8 +74,7 @@ def attach_graph(value: Tensor, weights: Weights, *inputs: Tensor) -> Tensor:
     if not isinstance(weights, RandomSign):
         # Compiled autograd cannot add a gradient that is None.
         inputs = tuple(x if s else x.detach() for x, s in zip(inputs, weights, strict=True))
-    attached: Tensor = _StraightThrough.apply(value, weights, *inputs)
-    return attached
+    return _StraightThrough.apply(value, weights, *inputs)
 
 
 def _round_to_grid(x: Tensor, scale: float) -> Tensor:

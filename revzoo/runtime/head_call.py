@@ -106,8 +106,7 @@ class HeadCall:
                 f"A head in chunks uses the same parameters for all tokens. Received: {self.name}, which uses "
                 f"{self._conditions.inventory.name(missing[0])!r} for some alone. {_UNDO}"
             )
-        attached: Tensor = _Result.apply(logits, [result], inputs, edges)
-        return attached
+        return _Result.apply(logits, [result], inputs, edges)
 
     def end(self) -> None:
         """Let go of the hidden states: backward has passed."""

@@ -25,8 +25,7 @@ def call_layer(module: nn.Module, x: Tensor, channels: slice | None = None) -> S
     forward_keeping = getattr(module, "forward_keeping", None)
     if forward_keeping is None:
         return (module(x),)
-    out: Sequence[Tensor] = forward_keeping(x) if channels is None else forward_keeping(x, channels=channels)
-    return out
+    return forward_keeping(x) if channels is None else forward_keeping(x, channels=channels)
 
 
 def find_alpha(layer: nn.Module) -> Callable[..., Any] | None:
@@ -102,8 +101,7 @@ class LayerCall(RecordedCall):
 
         def run() -> Tensor:
             with torch.no_grad():
-                x: Tensor = cast(Any, self.f).inverse(y, *kept, **channels)
-                return x
+                return cast(Any, self.f).inverse(y, *kept, **channels)
 
         x = self.conditions.run_again(run)
         if not isinstance(x, Tensor) or x.shape != shape:

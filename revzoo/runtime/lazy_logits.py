@@ -110,8 +110,7 @@ class LazyLogits(Tensor):
         call = HeadCall(module, name, run, hidden, chunk)
         tokens = torch.arange(hidden.numel() // max(hidden.shape[-1], 1), device=hidden.device).view(hidden.shape[:-1])
         given = [hidden, *call.inputs[1:]]
-        logits: LazyLogits = Node.apply(lambda: cls(_Memory(call, tokens, call.sample)), call.inputs, call, *given)
-        return logits
+        return Node.apply(lambda: cls(_Memory(call, tokens, call.sample)), call.inputs, call, *given)
 
     def make(self) -> Tensor:
         """Return the whole logits, with their graph.
@@ -306,8 +305,7 @@ def _follow(logits: LazyLogits, func: Any, name: str, args: Sequence[Any], kwarg
 def _attach(after: LazyLogits, logits: LazyLogits, given: Sequence[tuple[Tensor, Tensor]] = ()) -> LazyLogits:
     """Return logits with a node of the graph, from those that they are made from, and tensors with what stands for them."""
     keys, inputs = [None, *(copied for _, copied in given)], [logits, *(t for t, _ in given)]
-    attached: LazyLogits = Node.apply(lambda: after, keys, None, *inputs)
-    return attached
+    return Node.apply(lambda: after, keys, None, *inputs)
 
 
 def _find_tokens_in_order(logits: LazyLogits) -> Tensor | None:

@@ -96,8 +96,7 @@ def is_compute_intensive(operation: Any) -> bool:
 
 def find_registered_formulas() -> dict[Any, Any]:
     """Return what `torch.utils.flop_counter` knows: imported when it is first looked at, which takes a tenth of a second."""
-    registered: dict[Any, Any] = _import_flop_counter().flop_registry
-    return registered
+    return _import_flop_counter().flop_registry
 
 
 @cache

@@ -134,8 +134,7 @@ def _find_generators(device: torch.device) -> Sequence[Generator]:
     if not hasattr(module, "default_generators"):
         return (_OnlyGenerator(module.get_rng_state, module.set_rng_state),)
     index = device.index or 0
-    generators: Sequence[Generator] = module.default_generators[index : index + 1]  # none before the device is initialised
-    return generators
+    return module.default_generators[index : index + 1]  # none before the device is initialised
 
 
 class _OnlyGenerator(NamedTuple):

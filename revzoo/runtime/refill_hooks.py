@@ -168,8 +168,7 @@ class Handle:
     @property
     def device(self) -> torch.device:
         """Where it computes."""
-        device: torch.device = self.call.forward.device
-        return device
+        return self.call.forward.device
 
 
 class Recoverer(Protocol):

@@ -27,6 +27,7 @@ from typing import (
 
 from revzoo.bounds import Bound
 from revzoo.errors import InputError, SpecProblem, did_you_mean, join_names
+from revzoo.file import parse_json
 from revzoo.registry import Registry
 from revzoo.spec.synonym import find_settings
 from revzoo.spec.tree import BOOLEAN_HINT, OVERRIDE, YamlNode, join_path
@@ -145,11 +146,14 @@ def to_plain(value: Any) -> Any:
     return [to_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
+_TOO_LARGE = 10**308  # for a float
+
+
 def has_type(value: object, annotation: Any) -> bool:
     """Return whether a scalar has a plain type or is among a Literal's values; a bool is no int, an int is also a float."""
     if get_origin(annotation) is Literal:
         return any(type(value) is type(choice) and value == choice for choice in get_args(annotation))
-    return type(value) is annotation or (annotation is float and type(value) is int)
+    return type(value) is annotation or (annotation is float and type(value) is int and abs(value) < _TOO_LARGE)
 
 
 def check_value(value: object, annotation: Any) -> str | None:
@@ -161,6 +165,20 @@ def check_value(value: object, annotation: Any) -> str | None:
     problems: list[SpecProblem] = []
     _read(YamlNode.from_plain(value, ""), annotation, "", problems)
     return problems[0].allowed if problems else None
+
+
+def parse_json_as(annotation: Any, text: str | bytes) -> Any:
+    """Return what a text in JSON says, as the annotated type.
+
+    Raises:
+        ValueError: it is not JSON, or not what the annotation allows.
+        InputError: the annotation is none that `parse` reads.
+    """
+    problems: list[SpecProblem] = []
+    value = _read(YamlNode.from_plain(parse_json(text), ""), annotation, "", problems)
+    for problem in problems:
+        raise ValueError(f"{problem.path or 'it'} is {problem.received}, allowed: {problem.allowed}")
+    return value
 
 
 def describe(annotation: Any) -> str:

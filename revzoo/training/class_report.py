@@ -47,8 +47,7 @@ class ClassReport:
         """Return the confusion matrix: a row for each class with the number of its examples by the class guessed."""
         from sklearn.metrics import confusion_matrix
 
-        counts: list[list[int]] = confusion_matrix(*self._read_columns(), labels=range(len(self.class_names))).tolist()
-        return counts
+        return confusion_matrix(*self._read_columns(), labels=range(len(self.class_names))).tolist()
 
     def list_errors(self) -> list[dict[str, Any]]:
         """Return `input`, `class`, `predicted` and `probability` of the examples guessed wrongly, the surest guess first."""

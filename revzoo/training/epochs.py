@@ -242,8 +242,7 @@ def _save_weights(run: Run, file: Path, metadata: dict[str, str]) -> None:
 
 
 def _read_lr(run: Run) -> float:
-    lr: float = max(group["lr"] for group in run.optimizer.param_groups)
-    return lr
+    return max(group["lr"] for group in run.optimizer.param_groups)
 
 
 def _read_memory_bytes() -> int:

@@ -10,13 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from revzoo.checkpoint.facts import read_fact
 from revzoo.checkpoint.files import find_weights, read_metadata, read_tensors
 from revzoo.checkpoint.index import WeightsEntry, find_shipped_weights, read_index
 from revzoo.data.base import Data
 from revzoo.data.loading import load_data
 from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import CheckpointError, InputError, RevzooError, SpecError, join_names, quote
-from revzoo.file import parse_json
 from revzoo.model.create import create
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import (
@@ -75,8 +75,8 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = (), *, by_class: 
         try:
             recipe = load_recipe(folder, overrides)
             _refuse_ineffective(recipe, typed)
-            trained_on = texts.get("revzoo.examples")
-            return _load_and_evaluate(recipe, folder, by_class, trained_on, checkpoint=checkpoint)
+            examples = read_fact(texts["revzoo.examples"], Any, checkpoint) if "revzoo.examples" in texts else None
+            return _load_and_evaluate(recipe, folder, by_class, examples, checkpoint=checkpoint)
         except SpecError as error:
             inside = [replace(each, file=each.file.replace(f"{folder}/", f"{checkpoint}: ")) for each in error.problems]
             raise SpecError(inside) from error
@@ -155,7 +155,7 @@ def _require_data_overrides(overrides: Iterable[str]) -> list[str]:
     return overrides
 
 
-def _load_and_evaluate(recipe: Recipe, source: str, by_class: bool, trained_on: str | None = None, **weights: Any) -> Scores:
+def _load_and_evaluate(recipe: Recipe, source: str, by_class: bool, trained_on: Any = None, **weights: Any) -> Scores:
     accelerator = open_accelerator(recipe.train.mixed_precision)
     model = create(source, device=accelerator.device, **weights)
     data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
@@ -190,11 +190,11 @@ def _load_and_evaluate(recipe: Recipe, source: str, by_class: bool, trained_on: 
     return replace(scores, notes=(*data.notes, *left_out, *_compare_examples(trained_on, data)), classes=classes)
 
 
-def _compare_examples(trained_on: str | None, data: Data) -> list[str]:
+def _compare_examples(trained_on: Any, data: Data) -> list[str]:
     """Return a note if the examples that are held out are not those that were held out in training."""
     if trained_on is None or not data.is_held_out:
         return []
-    changes, noun = compare_examples(parse_json(trained_on), data.describe_examples()), data.example_noun
+    changes, noun = compare_examples(trained_on, data.describe_examples()), data.example_noun
     if len(changes) < 2:  # an example changes sides only if both sides change
         return []
     words = "; ".join(f"{split}: {change}" for split, change in changes.items())

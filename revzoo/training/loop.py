@@ -19,6 +19,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from revzoo.data.options import is_own
 from revzoo.display.console import show_status
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.errors import InputError, MissingValueError, quote
@@ -69,7 +70,7 @@ def train(recipe: Recipe, out: Path | None = None, *, is_kept: bool = True) -> S
         raise InputError("With --max-restarts a run needs a folder to go on from after a restart: add --out DIR.")
     accelerator = make_accelerator(recipe)
     if out is not None and call_on_main(accelerator, lambda: _was_begun(recipe, out)):
-        return resume(out)
+        return resume(out, [f"data.name={recipe.data.name}"] if is_own(recipe.data.name) else ())
     with _claim_folder(recipe, out, accelerator) as folder:  # too small a budget leaves none
         run = _build_run(recipe, folder.path, accelerator)
         _print_start(run)
@@ -125,7 +126,7 @@ def _was_begun(recipe: Recipe, out: Path) -> bool:
     """Return whether torchrun starts this training again, which it has begun in this folder, after a process has died."""
     if not count_restarts() or not RunFolder(out).is_begun():
         return False
-    changes = find_differences(to_plain(follow_launcher(load_recipe(out))), to_plain(recipe))
+    changes = find_differences(to_plain(follow_launcher(load_recipe(out, complete=False))), to_plain(recipe))
     own = ("data.augment.", "data.text.tokenizer", *(["data.batch_size"] * isinstance(recipe.data.batch_size, str)))
     return all(path.startswith(own) for path in changes)  # which weights may have set, or the search for a batch size
 
@@ -233,13 +234,14 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
         for line in damage:
             run.display.console.print(line)
         changes = check_changes(run_folder, run.origin, run.recipe, run.progress, typed, accept_changes)
+        metrics = call_on_main(accelerator, lambda: run_folder.keep_records(run.progress, accept=accept_changes))
         load_state(run)
         _print_start(run)
         progress, processes = run.progress, accelerator.num_processes
         shared_anew = progress.processes != processes  # each process has another part of the batch
         plan = _apply_plan(run, anew=shared_anew or needs_new_plan(changes))
         save_plan(run, plan)
-        call_on_main(accelerator, lambda: run_folder.drop_records_after(progress.epoch, accept=accept_changes))
+        call_on_main(accelerator, lambda: run_folder.write({run_folder.metrics.name: metrics}))
         done = f"{count_noun(progress.epoch, 'epoch')} and {count_noun(progress.batch, 'batch', 'es')}"
         run.display.console.print(f"Resuming after {done}: {folder}")
         if shared_anew:

@@ -135,5 +135,4 @@ class SharedMixup:
 
     def _mix(self, images: Tensor, labels: Tensor, *key: int) -> tuple[Tensor, Tensor]:
         np.random.seed(derive_seed(*key) % 2**32)
-        mixed: tuple[Tensor, Tensor] = self._mixup(images, labels)
-        return mixed
+        return self._mixup(images, labels)

@@ -5,18 +5,18 @@ would show some examples twice, and another optimizer would meet the state of th
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 from accelerate.utils import broadcast_object_list, gather_object
 
+from revzoo.bounds import PositiveInt
 from revzoo.data.base import Data
 from revzoo.errors import InputError, join_names
-from revzoo.file import parse_json
 from revzoo.spec import Spec
-from revzoo.spec.parsing import to_plain
+from revzoo.spec.parsing import parse_json_as, to_plain
 from revzoo.spec.tree import find_differences
 from revzoo.training.options import Recipe
 from revzoo.training.run_folder import Progress, RunFolder
@@ -37,16 +37,17 @@ class Origin:
         batch_size: examples of a batch, which the processes share: data.batch_size times as many as there were at the start.
     """
 
-    recipe: dict[str, Any]
-    spec: dict[str, Any]
-    classes: list[str] | None
-    examples: dict[str, dict[str, Any]]
-    batch_size: int
+    recipe: Any
+    spec: Any
+    classes: tuple[str, ...] | None
+    examples: Any
+    batch_size: PositiveInt
 
     @classmethod
     def of(cls, recipe: Recipe, spec: Spec, data: Data, batch_size: int) -> "Origin":
         """Return what a run with this recipe, model, data and batch is started with."""
-        return cls(to_plain(recipe), to_plain(spec), data.class_names, data.describe_examples(), batch_size)
+        classes = None if data.class_names is None else tuple(data.class_names)
+        return cls(to_plain(recipe), to_plain(spec), classes, data.describe_examples(), batch_size)
 
     def save(self, state: Path) -> None:
         """Write origin.json into the folder of a state."""
@@ -60,7 +61,7 @@ class Origin:
             OSError: it is missing.
             ValueError, TypeError: it is damaged.
         """
-        return cls(**parse_json((state / ORIGIN).read_bytes()))
+        return cast(Origin, parse_json_as(cls, (state / ORIGIN).read_bytes()))
 
     def list_changes(self, now: "Origin") -> dict[str, str]:
         """Return what is different now, and in words what it was and is.
@@ -70,18 +71,15 @@ class Origin:
         changes = find_differences(self.recipe, now.recipe)
         changes |= {f"spec.{path}": words for path, words in find_differences(self.spec, now.spec).items()}
         if self.classes != now.classes:
-            changes["classes"] = _compare_names(self.classes or [], now.classes or [])
+            changes["classes"] = _compare_names(self.classes or (), now.classes or ())
         return changes | compare_examples(self.examples, now.examples)
 
 
-def compare_examples(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> dict[str, str]:
+def compare_examples(before: Any, now: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Return in words how the examples of each split differ; the keys are "training examples" and "test examples"."""
-    changes = {}
-    for split, examples in before.items():
-        if examples != now[split]:
-            counts = f"{examples['count']} at the start, {now[split]['count']} now"
-            changes[f"{split} examples"] = counts if examples["count"] != now[split]["count"] else "others than then"
-    return changes
+    changes = find_differences(before, now)
+    changed = [split for split in now if any(path.startswith(split) for path in changes)]
+    return {f"{split} examples": changes.get(f"{split}.count", "others than then") for split in changed}
 
 
 def read_origin(folder: RunFolder) -> Origin:
@@ -120,7 +118,7 @@ def require_same(own: T, compare: Callable[[T, T], Iterable[str]]) -> None:
         )
 
 
-def _compare_names(before: list[str], now: list[str]) -> str:
+def _compare_names(before: Sequence[str], now: Sequence[str]) -> str:
     """Return in words how two lists of names differ: the names that only one of them has."""
     old, present = set(before), set(now)
     gone, new = [name for name in before if name not in present], [name for name in now if name not in old]

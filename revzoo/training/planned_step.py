@@ -69,8 +69,7 @@ class PlannedStep(ABC):
         """Return the peak of the step with a plan's schedule [bytes]."""
 
     def _loss(self, outputs: Any) -> Tensor:
-        loss: Tensor = self._run.loss(outputs, self._targets)
-        return loss
+        return self._run.loss(outputs, self._targets)
 
 
 class WholeStep(PlannedStep):

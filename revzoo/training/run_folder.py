@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import takewhile
-from math import inf
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
@@ -32,12 +31,14 @@ from typing import Any, cast
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+from revzoo.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
 from revzoo.checkpoint.files import find_weights
 from revzoo.errors import CheckpointError, InputError, RevzooError, join_names, quote
 from revzoo.file import parse_json, sync, write_text
 from revzoo.format import count_noun
 from revzoo.metric import CHOSEN
 from revzoo.spec.names import BEST_WEIGHTS, NAME_A_RUN, find_beside, find_inside
+from revzoo.spec.parsing import check_value, parse_json_as
 from revzoo.training.terminal import has_lost_others
 
 RECIPE = "config.yaml"
@@ -68,18 +69,20 @@ class Progress:
         score: CHOSEN metric after the last complete epoch.
         best_score: best of all epochs.
         best_epoch: first epoch that reached `best_score`, from 1; 0 before there is one.
+        missing: epochs whose metrics are lost, which somebody has accepted.
     """
 
-    loss_sum: float = 0.0
-    epoch: int = 0
-    batch: int = 0
-    updates: int = 0
-    examples: int = 0
-    processes: int = 1
-    seconds: float = 0.0
-    score: float = 0.0
-    best_score: float = 0.0
-    best_epoch: int = 0
+    loss_sum: NonNegativeFloat = 0.0
+    epoch: NonNegativeInt = 0
+    batch: NonNegativeInt = 0
+    updates: NonNegativeInt = 0
+    examples: NonNegativeInt = 0
+    processes: PositiveInt = 1
+    seconds: NonNegativeFloat = 0.0
+    score: NonNegativeFloat = 0.0
+    best_score: NonNegativeFloat = 0.0
+    best_epoch: NonNegativeInt = 0
+    missing: NonNegativeInt = 0
 
 
 class RunFolder:
@@ -91,7 +94,7 @@ class RunFolder:
         self.last, self.best = path / "last.safetensors", path / BEST_WEIGHTS
         self.states, self.plan = path / "state", path / "plan.json"
         self.lock, self.logs = self.states / "lock", path / "log"
-        self._held: os.stat_result | None = None  # of the folder whose lock is held
+        self._held: os.stat_result | None = None  # of the lock
 
     def require_free(self) -> None:
         """Check that a new run can be written here.
@@ -116,17 +119,18 @@ class RunFolder:
         The operating system releases the lock when its process ends, however it ends.
 
         Raises:
-            InputError: another process holds the lock, or the folder of the states is a link.
+            InputError: another process holds the lock, or a file of the run is a link.
         """
-        if self.states.is_symlink():  # what is in it is renamed and deleted
-            raise InputError(f"{self.states} is a link, and a run keeps its states in its own folder. Put them there.")
+        for file in (*self.path.glob("*"), *self.states.glob("*"), *self.logs.glob("*")):  # which are written to and deleted
+            if file.is_symlink():
+                raise InputError(f"{file} is a link, and a run has its files in its own folder. Put there what it leads to.")
         self.states.mkdir(parents=True, exist_ok=True)
-        self._held = self.path.stat()
         lock = FileLock(self.lock, timeout=LOCK_SECONDS)
         try:
             lock.acquire()
         except Timeout:
             raise InputError(f"{self.path} is in use by another process. Wait until it ends or stop it; then resume.") from None
+        self._held = self.lock.stat()
         try:
             yield
         finally:
@@ -152,15 +156,17 @@ class RunFolder:
             ) from error
 
     def require_held(self) -> None:
-        """Check that the folder whose lock is held still has its name: what is written would make another of a deleted one.
+        """Check that the lock that is held is still in the folder: what is written would make another of a deleted one.
 
         Raises:
             RevzooError: it was deleted, moved or replaced.
         """
-        if self._held and not (self.path.is_dir() and os.path.samestat(self._held, self.path.stat())):
-            raise RevzooError(
-                f"{self.path} was deleted, moved or replaced while its run trained, which ends here: nothing can be saved."
-            )
+        with suppress(OSError):
+            if self._held is None or os.path.samestat(self._held, self.lock.stat()):
+                return
+        raise RevzooError(
+            f"{self.path} was deleted, moved or replaced while its run trained, which ends here: nothing can be saved."
+        )
 
     def write(self, files: dict[str, str]) -> None:
         """Write text files, given by name."""
@@ -189,14 +195,14 @@ class RunFolder:
     def sweep(self) -> None:
         """Remove what a killed run has left: temporary files, and states that were being written, replaced or deleted."""
         for path in self.path.iterdir():
-            if _TEMPORARY.fullmatch(path.name):
+            if _TEMPORARY.fullmatch(path.name) and path.is_file():
                 path.unlink()
         for path in list(self.states.iterdir()):
             prefix, _, name = path.name.partition("-")
             if prefix == "replaced" and not (self.states / name).exists():
                 path.rename(self.states / name)  # killed before the new one had its name
             elif prefix in ("replaced", "deleted") or path.name == "writing":
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)
 
     def find_state(self) -> Path:
         """Return the folder of the newest complete state.
@@ -219,10 +225,9 @@ class RunFolder:
         """
         state = self.find_state()
         try:
-            progress = Progress(**parse_json((state / "progress.json").read_bytes()))
-            for name, value in asdict(progress).items():
-                if not _is_count(value, type(getattr(Progress, name))):
-                    raise ValueError(f"{name} is {value!r}")
+            progress = cast(Progress, parse_json_as(Progress, (state / "progress.json").read_bytes()))
+            if _state_name(progress) != state.name or bool(progress.batch) != bool(progress.examples):
+                raise ValueError("it is that of another state")
             return progress
         except (OSError, ValueError, TypeError) as error:
             raise self.explain_damage(state / "progress.json", error) from error
@@ -297,7 +302,7 @@ class RunFolder:
     def _parse_record(self, number: int, line: str) -> dict[str, Any]:
         with suppress(ValueError):
             record = parse_json(line)
-            if isinstance(record, dict) and all(_is_count(record.get(key), float) for key in _DRAWN):
+            if isinstance(record, dict) and not any(check_value(record.get(key), NonNegativeFloat) for key in _DRAWN):
                 return record
         raise CheckpointError(f"Line {number} of {self.metrics} is not the metrics of an epoch. Delete that line to go on.")
 
@@ -320,30 +325,28 @@ class RunFolder:
                     stream.writelines(f"{name}\n" for fresh in new.values() for name in fresh)
         return new
 
-    def drop_records_after(self, epoch: int, *, accept: bool = False) -> None:
-        """Drop the metrics of epochs after `epoch`, which a resumed run does again.
+    def keep_records(self, progress: Progress, *, accept: bool = False) -> str:
+        """Return the metrics without those of later epochs, which a resumed run does again.
 
         Args:
-            epoch: epochs that are done.
-            accept: whether some of them may have no metrics, or have them twice.
+            progress: how far the run has come.
+            accept: whether epochs may have lost their metrics, which the progress then says, or have them twice.
 
         Raises:
             CheckpointError: the metrics are missing or damaged.
         """
-        kept = [record for record in self.read_records() if record["epoch"] <= epoch]
-        numbers = [record["epoch"] for record in kept]
-        if numbers != list(range(1, epoch + 1)) and not accept:
+        done = range(1, progress.epoch + 1)
+        numbers = [record["epoch"] for record in self.read_records() if record["epoch"] in done]
+        kept = {record["epoch"]: record for record in self.read_records() if record["epoch"] in done}
+        if accept:
+            progress.missing = progress.epoch - len(kept)
+        elif numbers != sorted(kept) or len(numbers) != progress.epoch - progress.missing:
             raise CheckpointError(
-                f"{self.metrics} should hold the metrics of {count_noun(epoch, 'epoch')}, a line each, in order. Received: "
-                f"{join_names(list(map(str, numbers)), most=6) or 'none'}. Put it back, or go on without them with "
+                f"{self.metrics} should hold the metrics of {count_noun(progress.epoch, 'epoch')}, a line each, in order. "
+                f"Received: {join_names(list(map(str, numbers)), most=6) or 'none'}. Put it back, or go on without them with "
                 "--accept-changes."
             )
-        write_text(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
-
-
-def _is_count(value: object, kind: type) -> bool:
-    """Return whether a value is a number of a kind, not negative and finite."""
-    return (type(value) is kind or (kind is float and type(value) is int)) and 0 <= cast(float, value) < inf
+        return "".join(json.dumps(kept[number]) + "\n" for number in sorted(kept))
 
 
 def _state_name(progress: Progress) -> str:
@@ -394,13 +397,12 @@ def find_damage(folder: Path) -> str:
         lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return f"{CHECKSUMS} is missing or damaged"
-    for line in lines:
-        digest, _, name = line.partition("  ")
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        if _hash(folder / name) != digest:
-            return f"{name} has changed since it was written: its checksum differs"
-    return "" if lines else f"{CHECKSUMS} is empty"
+    digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    names = {path.name for path in folder.iterdir()} - {CHECKSUMS}
+    if unequal := sorted(names ^ digests.keys()):
+        return f"{unequal[0][:80]} is {'not in ' + CHECKSUMS if unequal[0] in names else 'missing'}"
+    changed = next((name for name in sorted(names) if _hash(folder / name) != digests[name]), None)
+    return "" if changed is None else f"{changed} has changed since it was written: its checksum differs"
 
 
 def _hash(path: Path) -> str:

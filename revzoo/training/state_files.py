@@ -37,11 +37,22 @@ from revzoo.training.run_folder import RunFolder
 from revzoo.training.terminal import has_lost_others
 
 METADATA = ".metadata"  # says which file holds which part of which tensor
-_OF_METADATA = {  # functions and classes in it, with those of Python's versions and systems
-    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta BytesStorageMetadata TensorStorageMetadata "
-    "ChunkStorageMetadata TensorProperties _MEM_FORMAT_ENCODING",
-    **{"torch.distributed.checkpoint.filesystem": "_StorageInfo", "torch": "Size", "torch.serialization": "_get_layout"},
-    **dict.fromkeys(("pathlib", "pathlib._local"), "PosixPath WindowsPath"),
+_OF_METADATA = {  # what it is made of
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib._local", "PosixPath"),  # of Python 3.13
+    ("pathlib._local", "WindowsPath"),
 }
 _SETTINGS = "settings"
 # The names are flat already; in the settings flattening would lose what is empty.
@@ -130,7 +141,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _OF_METADATA.get(module, "").split():
+        if is_dtype or (module, name) in _OF_METADATA:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}, which is of no state and was not run")
 

@@ -1,5 +1,6 @@
 """Files of strangers: each row of the table in SECURITY.md, with a payload that leaves a mark where it is run."""
 
+import gzip
 import json
 import os
 import pickle
@@ -29,6 +30,17 @@ STATE = "state/00001-0000000"
 KERNELS = ("attn_implementation", "_attn_implementation")  # may name compiled code of the hub
 # A module in the present folder, which leaves the mark when it is imported, and a function that leaves it when it is called.
 MODULE = 'from pathlib import Path\n\nPath("MARK").touch()\n\n\ndef load(options, input):\n    return Path("MARK").touch()\n'
+
+
+SQUARES = """
+import torch
+
+class Squares(list):
+    classes = ["a", "b"]
+
+def load(options, input):
+    return Squares([(torch.ones(1, 8, 8) * i, i % 2) for i in range(4)]), Squares([(torch.ones(1, 8, 8), 1)] * 4)
+"""
 
 
 class Payload:
@@ -112,10 +124,28 @@ def test_recipes_that_name_a_function(run, strange):
         assert re.search(r"run/config.yaml, data.name, names shapes\. .* say so: --import shapes", said), words
     strange("train", recipe, "--print-config", status=0)
     strange("compare", recipe)
-    for name in ("os:system", "antigravity:geohash", "__main__:run", "json:loads"):
+    for name in ("os:system", "antigravity:geohash", "__main__:run", "json:loads", "test.autotest:x", "IPython.__main__:x"):
         recipe.write_text(recipe.read_text().replace("shapes:load", name))
         assert "which is of Python itself" in strange("train", recipe, "--dry-run"), name
         recipe.write_text(recipe.read_text().replace(name, "shapes:load"))
+
+
+def test_what_an_installed_module_imports_later(run, strange):
+    """Not from the present folder either: SciPy's `datasets` looks for pooch when it is asked for."""
+    Path("pooch.py").write_text(MODULE)
+    recipe = run / "config.yaml"
+    recipe.write_text(name_function(recipe.read_text()).replace("shapes:load", "scipy:datasets"))
+    assert "scipy:datasets should be a function" in strange("train", recipe, "--dry-run")
+
+
+def test_what_is_typed_goes_on_after_a_restart(run, capfd, monkeypatch):
+    Path("squares.py").write_text(SQUARES)
+    own = ["data.name=squares:load", "data.batch_size=2"]
+    command = ["train", "digits", *FAST, *own, "schedule.warmup_epochs=0", "--out", "own"]
+    assert zoo_cli.main(command) == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert zoo_cli.main(command) == 0
+    assert "Resuming after" in capfd.readouterr().out
 
 
 def test_what_is_typed_runs(run, capsys):
@@ -124,10 +154,13 @@ def test_what_is_typed_runs(run, capsys):
     assert Path("MARK").exists()
 
 
-@pytest.mark.parametrize("content", [b"antigravity\n", b"shapes\n", "shapes\n".encode("utf-16"), b"\xff\xfe\x00shapes\n", b""])
+NAMES = (b"antigravity\n", b"test.autotest\n", b"IPython.__main__", b"shapes\n")
+
+
+@pytest.mark.parametrize("content", [*NAMES, "shapes\n".encode("utf-16"), b"\xff\xfe\x00shapes\n", b""])
 def test_packages_that_a_run_names(run, strange, content):
     (run / "imports.txt").write_bytes(content)
-    names = content in (b"antigravity\n", b"shapes\n")
+    names = content in NAMES
     for command in ("eval", "show", "verify", "predict", "export", "fits", "profile", "numerics"):
         said = strange(command, run, status=2 if names else None)
         assert ("run/imports.txt names" in said) == names
@@ -166,6 +199,58 @@ def test_settings_of_a_state_are_plain(run, strange):
         pickle.dump(metadata, opened)
     seal(run / STATE)
     assert "hold more than numbers and texts, which was not run" in strange("train", "--resume", run)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("origin", {"classes": 5}),
+        ("origin", {"classes": [1]}),
+        ("origin", {"batch_size": 0}),
+        ("progress", {"batch": 5}),
+        ("progress", {"epoch": 3}),
+        ("progress", {"loss_sum": 10**400}),
+        ("progress", {"seconds": float("inf")}),
+    ],
+)
+def test_numbers_of_a_state(run, strange, name, change):
+    file = run / STATE / f"{name}.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    seal(run / STATE)
+    assert f"{name}.json cannot be used" in strange("train", "--resume", run, "--accept-changes")
+
+
+def test_a_state_by_another_name(run, strange):
+    (run / STATE).rename(run / "state/00009-0000000")
+    assert "progress.json cannot be used (it is that of another state)" in strange("train", "--resume", run)
+    (run / "state/00009-0000000").rename(run / STATE)
+    shutil.rmtree(run / "state/00000-0000000")
+    for line in ("", f"0  {'x' * 5000}\n"):
+        (run / STATE / "checksums.sha256").write_text(line)
+        assert "No state in run/state can be used" in strange("train", "--resume", run)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("revzoo.classes", "5"),
+        ("revzoo.examples", "{"),
+        ("revzoo.data_config", '{"mean": "x"}'),
+        ("revzoo.data_config", '{"std": [0]}'),
+        ("revzoo.data_config", '{"interpolation": 5}'),
+        ("revzoo.data_config", "[1]"),
+    ],
+)
+def test_metadata_of_weights(run, strange, key, text):
+    change_metadata(run / "best.safetensors", key, lambda _: text)
+    assert "The metadata of run/best.safetensors are damaged" in strange("eval", run)
+
+
+def test_links_in_a_run(run, strange):
+    (run / "log").mkdir(exist_ok=True)
+    Path("mine.txt").touch()
+    (run / "log/unreadable.txt").symlink_to(Path("mine.txt").absolute())
+    assert "run/log/unreadable.txt is a link" in strange("train", "--resume", run)
 
 
 def test_states_elsewhere(run, strange):
@@ -228,6 +313,20 @@ def test_a_folder_of_transformers(run, strange, monkeypatch):
     strange("convert", folder, "--out", "converted")
 
 
+def test_code_that_parts_of_a_configuration_name(run, strange, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("asked"))
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99}
+    own = {"name_or_path": "network", "auto_map": {"AutoModelForCausalLM": "shapes.Model"}}
+    parts = {"encoder": {"model_type": "bert", **small}, "decoder": {"model_type": "vit", **small, **own}}
+    write_config(Path("network"), model_type="encoder-decoder", architectures=["EncoderDecoderModel"], **parts)
+    shutil.copy("shapes.py", "network")
+    strange("fits", "network", "--batch", 1, status=None)
+    asked = {"model_type": "bert", **small, KERNELS[0]: "kernels-community/strange"}
+    parts = {"question_encoder": asked, "generator": {"model_type": "bart", "d_model": 32, "vocab_size": 99}}
+    write_config(Path("network"), model_type="rag", architectures=["RagModel"], **parts)
+    assert "kernels" not in strange("fits", "network", "--batch", 1, status=None)
+
+
 def test_kernels_that_files_name(run, strange):
     """Networks of Transformers that are built to compare with have the attention that is installed."""
     transformers = pytest.importorskip("transformers")
@@ -283,7 +382,13 @@ def test_what_is_nested_too_deep(run, strange, write_tar, depth):
     Path("saved/folder.json").mkdir(parents=True)
     Path("saved/train.jsonl").write_text(f'{{"label": 0, "image": {deep}}}\n')
     said = strange("train", "images", "data.name=hfds", "data.root=saved", "--dry-run")
-    assert "saved/train.jsonl cannot be read: line 1: lists and mappings are nested more than 100 deep" in said
+    assert "saved/train.jsonl: lists and mappings are nested more than 100 deep" in said
+    with gzip.open("saved/train.jsonl.gz", "wt") as file:
+        file.write(Path("saved/train.jsonl").read_text())
+    Path("saved/train.jsonl").write_text("[\n" * depth + '"\\"]"' + "]\n" * depth)
+    assert "saved/train.jsonl: lists" in strange("train", "images", "data.name=hfds", "data.root=saved", "--dry-run")
+    Path("saved/train.jsonl").unlink()
+    assert "saved/train.jsonl.gz: lists" in strange("train", "images", "data.name=hfds", "data.root=saved", "--dry-run")
     (run / "tokenizer.json").write_text(deep)
     strange("train", "lm", "data.text.tokenizer=run/tokenizer.json", "--dry-run")
     for file in ("metrics.jsonl", f"{STATE}/progress.json", f"{STATE}/origin.json", "plan.json"):

@@ -1,5 +1,6 @@
 """Tokenizers: bytes, files, training one, and the ones that do not fit a model."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -77,6 +78,14 @@ def test_tokenizers_that_do_not_fit(tables, tokenizer, tmp_path, options, refusa
     bare = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[PAD]": 1, "[UNK]": 2}, "[UNK]"))
     bare.save(str(tmp_path / "bare.json"))
     assert load(tmp_path / "bare.json") == (f"The tokenizer {tmp_path}/bare.json has no mask token: neither <mask> nor [MASK].")
+    settings = json.loads((tmp_path / "bare.json").read_text())
+    around = {"single": [{"SpecialToken": {"id": "?", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}], "pair": []}
+    settings["post_processor"] = {"type": "TemplateProcessing", **around, "special_tokens": {}}
+    (tmp_path / "panic.json").write_text(json.dumps(settings))
+    assert f"{tmp_path}/panic.json is not a tokenizer of Hugging Face's tokenizers (" in load(tmp_path / "panic.json")
+    settings["post_processor"] = {"type": "BertProcessing", "sep": ["[UNK]", 2], "cls": ["[PAD]", 4_000_000_000]}
+    (tmp_path / "far.json").write_text(json.dumps(settings))
+    assert "has 4000000001 tokens" in load(tmp_path / "far.json")
     nothing = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
     nothing.save(str(tmp_path / "nothing.json"))
     assert "has no padding token: neither <pad> nor [PAD]" in load(tmp_path / "nothing.json")

@@ -13,7 +13,7 @@ from revzoo.errors import CheckpointError, SpecError
 from revzoo.training.loop import resume, train
 from revzoo.training.origin import read_origin
 from revzoo.training.recipe import load_recipe
-from revzoo.training.run_folder import RunFolder, find_damage
+from revzoo.training.run_folder import Progress, RunFolder, find_damage
 from revzoo.training.setup import build_run
 from revzoo.training.state import load_state
 from tests.training.runs import RANDOM, assert_same_run, make_recipe, read_records
@@ -38,7 +38,7 @@ DAMAGE = {
 def test_damaged_folders_are_not_resumed(copied):
     damage(copied / "metrics.jsonl", b"\xff{\n")
     with pytest.raises(CheckpointError, match="Line 1 of .*metrics.jsonl is not the metrics of an epoch. Delete that line"):
-        RunFolder(copied).drop_records_after(1)
+        RunFolder(copied).keep_records(Progress(epoch=1))
     damage(copied / "spec.yaml", b"name: [")
     with pytest.raises(SpecError, match="invalid YAML"):
         resume(copied)

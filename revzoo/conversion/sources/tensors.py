@@ -59,5 +59,4 @@ def resize_positions(tensor: Tensor, shape: Sequence[int], prefix: int = 0, grid
     grid = grid or (isqrt(new), isqrt(new))
     if isqrt(old) ** 2 != old or grid[0] * grid[1] != new:
         return None
-    resampled: Tensor = resample_abs_pos_embed(tensor, list(grid), [isqrt(old)] * 2, prefix)
-    return resampled
+    return resample_abs_pos_embed(tensor, list(grid), [isqrt(old)] * 2, prefix)

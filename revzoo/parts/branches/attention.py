@@ -49,8 +49,7 @@ class AttentionBranch(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         attended = self.attn(self.norm(x), attn_mask=None if mask is None else mask[:, None, None, :])
-        out: Tensor = self.drop_path(self.ls(attended))
-        return out
+        return self.drop_path(self.ls(attended))
 
 
 @branches.register("self_attention")
@@ -135,5 +134,4 @@ class PoolingAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         attended, _ = self.attn(self.norm(x), self._grid)
-        out: Tensor = self.drop_path(attended)
-        return out
+        return self.drop_path(attended)

@@ -82,8 +82,7 @@ class CausalAttention(nn.Module):
         k, v = (t.repeat_interleave(self._heads[0] // self._heads[1], 1) if t.shape[1] < q.shape[1] else t for t in (k, v))
         # Tokens that come after others come one by one, and attend to all of them.
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1)
-        out: Tensor = self.drop_path(self.proj(attended.transpose(1, 2).flatten(2)))
-        return out
+        return self.drop_path(self.proj(attended.transpose(1, 2).flatten(2)))
 
 
 def _compute_turns(
@@ -149,5 +148,4 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: Tensor, past: Tensor | Past | None = None) -> Tensor:
         attended = self.attention(x, past)
-        out: Tensor = attended + self.mlp(x + attended)
-        return out
+        return attended + self.mlp(x + attended)

@@ -50,8 +50,7 @@ class MlpBranch(nn.Module):
         self.drop_path = DropPath(context.drop_path)
 
     def forward(self, x: Tensor, mask: object = None) -> Tensor:
-        out: Tensor = self.drop_path(self.ls(self.mlp(self.norm(x))))
-        return out
+        return self.drop_path(self.ls(self.mlp(self.norm(x))))
 
 
 @branches.register("feed_forward")
@@ -88,5 +87,4 @@ class FeedForwardBranch(BertSubBlock):
         self.act = get_activation(act)()
 
     def _inner(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        hidden: Tensor = self.act(self.intermediate["dense"](x))
-        return hidden
+        return self.act(self.intermediate["dense"](x))

@@ -64,8 +64,7 @@ class SharedQKAttention(nn.Module):
         qk, v = (to(normed).unflatten(2, (self.heads, -1)).transpose(1, 2) for to in (self.to_qk, self.to_v))
         k = F.normalize(qk, dim=-1).to(qk.dtype) * qk.shape[-1] ** -0.5
         attended = self._attend(qk, k, v, mask).transpose(1, 2).flatten(2)
-        out: Tensor = self.drop_path(self.to_out(attended))
-        return out
+        return self.drop_path(self.to_out(attended))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Return (B, M, N, C) from queries, scaled keys and values of that shape."""
@@ -214,8 +213,7 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
     """
     rounds = x[:, :, None].expand(-1, -1, index.shape[2], -1, -1)
     flat = index.flatten(3)[..., None].expand(-1, -1, -1, -1, x.shape[-1])
-    gathered: Tensor = rounds.gather(3, flat).unflatten(3, index.shape[3:])
-    return gathered
+    return rounds.gather(3, flat).unflatten(3, index.shape[3:])
 
 
 def _restore_order(x: Tensor, inverse: Tensor) -> Tensor:

@@ -90,8 +90,7 @@ class WindowBranch(nn.Module):
         grid = window_reverse(attended, self.window, height, width)
         if any(self.shift):
             grid = torch.roll(grid, (down, right), (1, 2))
-        out: Tensor = self.drop_path(grid.reshape(batch, tokens, channels))
-        return out
+        return self.drop_path(grid.reshape(batch, tokens, channels))
 
 
 def _build_mask(grid: Sides, window: Sides, shift: Sides) -> Tensor:

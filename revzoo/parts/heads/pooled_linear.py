@@ -79,8 +79,7 @@ class PooledLinear(LinearHead):
 
     def compute_pre_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the pooled features, (B, C), after their norm and dropout."""
-        pooled: Tensor = self.dropout(self.fc_norm(self._pool_features(self.norm(x), mask)))
-        return pooled
+        return self.dropout(self.fc_norm(self._pool_features(self.norm(x), mask)))
 
     def _pool_features(self, x: Tensor, mask: Tensor | None) -> Tensor:
         if self._pool == "none":

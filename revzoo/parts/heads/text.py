@@ -116,8 +116,7 @@ class TokenLinear(LinearHead):
         x = self.norm(x)
         if self.dense is not None:
             x = self.act(self.dense(x))
-        dropped: Tensor = self.dropout(x)
-        return dropped
+        return self.dropout(x)
 
 
 @heads.register("masked_lm")
@@ -158,8 +157,7 @@ class MaskedLM(nn.Module):
 
     def compute_pre_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the features that are compared with the embeddings, (B, N, D)."""
-        normed: Tensor = self.layer_norm(self.act(self.dense(x)))
-        return normed
+        return self.layer_norm(self.act(self.dense(x)))
 
 
 @heads.register("sequence_classification")
@@ -196,8 +194,7 @@ class SequenceClassification(LinearHead):
     def compute_pre_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the features of each text, (B, D), after dropout."""
         pooled = self.act(self.dense(self.input_dropout(_select_first_token(x, mask))))
-        dropped: Tensor = self.dropout(pooled)
-        return dropped
+        return self.dropout(pooled)
 
 
 def _select_first_token(x: Tensor, mask: Tensor | None) -> Tensor:

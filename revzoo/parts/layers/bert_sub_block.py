@@ -43,8 +43,7 @@ class BertSubBlock(nn.Module):
         norm = self.output["LayerNorm"]
         inner = self._inner(x if self._post else norm(x), mask)
         change = self.dropout(self.output["dense"](inner))
-        out: Tensor = self.drop_path(norm(x + change) if self._post else change)
-        return out
+        return self.drop_path(norm(x + change) if self._post else change)
 
     def _inner(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Return what the output projection receives, (B, N, inner_width)."""

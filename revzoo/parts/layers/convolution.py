@@ -22,14 +22,12 @@ ActivationName = Literal["gelu", "gelu_tanh", "relu", "silu"]  # gelu_tanh: GELU
 def build_token_norm(name: TokenNorm, width: int) -> nn.Module:
     """Return a norm over the last dimension, eps 1e-6 as in timm's and SlowFast's vision transformers, or 1e-5."""
     layer = name.removesuffix("_1e-5")
-    norm: nn.Module = get_norm_layer(layer.replace("_", ""))(width, eps=1e-6 if layer == name else 1e-5)
-    return norm
+    return get_norm_layer(layer.replace("_", ""))(width, eps=1e-6 if layer == name else 1e-5)
 
 
 def get_activation(name: ActivationName) -> type[nn.Module]:
     """Return the class of an activation."""
-    layer: type[nn.Module] = get_act_layer(name)
-    return layer
+    return get_act_layer(name)
 
 
 def build_batch_norm(width: int, momentum: float) -> nn.Module:
@@ -54,8 +52,7 @@ Padding = Literal["symmetric", "same"]  # `same`: TensorFlow's, which at stride 
 def build_convolution(width: int, out_width: int, kernel: int, stride: int = 1, padding: Padding = "symmetric") -> nn.Conv2d:
     """Return a convolution without bias whose output's sides are the input's over the stride."""
     if padding == "same" and stride > 1:  # at stride 1 the two are one
-        same: nn.Conv2d = Conv2dSame(width, out_width, kernel, stride, bias=False)
-        return same
+        return Conv2dSame(width, out_width, kernel, stride, bias=False)
     return nn.Conv2d(width, out_width, kernel, stride, kernel // 2, bias=False)
 
 
@@ -165,8 +162,7 @@ class PreactivatedBlock(nn.Module):
         y = self.conv1(y)
         y = self.conv2(self.bn2(y))
         y = self.conv3(self.bn3(y))
-        out: Tensor = shortcut + self.drop_path(y)
-        return out
+        return shortcut + self.drop_path(y)
 
 
 def list_norm_and_activation(width: int, slope: float, eps_i: float) -> Iterator[tuple[str, nn.Module]]:
@@ -225,8 +221,7 @@ class ResNetUnit(nn.Module):
         for i in range(1, self._depth + 1):
             x = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(x))
             x = F.relu(x) if i < self._depth else x
-        dropped: Tensor = self.drop_path(x)
-        return dropped
+        return self.drop_path(x)
 
 
 def divide_rounding_up(size: tuple[int, ...], stride: int) -> tuple[int, ...]:

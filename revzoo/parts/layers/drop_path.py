@@ -13,8 +13,7 @@ class DropPath(timm.layers.DropPath):
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() or not self.training or self.drop_prob == 0.0:
-            out: Tensor = super().forward(x)
-            return out
+            return super().forward(x)
         # timm draws with bernoulli_(rate), for which Dynamo compiles again at every rate. PyTorch 2.11 does the same
         # wherever the rate meets another number before it meets a tensor.
         kept = 1.0 - torch.ones((), device=x.device) * self.drop_prob

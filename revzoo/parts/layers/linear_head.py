@@ -35,8 +35,7 @@ class LinearHead(nn.Module):
         return self.num_classes or self.hidden_size
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.classifier(self.compute_pre_logits(x, mask))
-        return logits
+        return self.classifier(self.compute_pre_logits(x, mask))
 
     def compute_pre_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the features that the last layer takes."""

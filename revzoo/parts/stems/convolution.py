@@ -67,8 +67,7 @@ class ConvStem(nn.Module):
         self.pool = nn.Identity() if not pool else MaxPool2dSame(3, 2) if padding == "same" else nn.MaxPool2d(3, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        pooled: Tensor = self.pool(self.norm(self.conv(x)))
-        return pooled
+        return self.pool(self.norm(self.conv(x)))
 
 
 @stems.register("deep_conv")

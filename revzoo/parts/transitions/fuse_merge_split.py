@@ -66,8 +66,7 @@ class FuseMergeSplit(nn.Module):
     def _fuse_streams(self, x1: Tensor, x2: Tensor) -> Tensor:
         if self.fuse is None:
             return join_streams(x1, x2, self._join)
-        fused: Tensor = self.fuse(torch.cat((x1, x2), dim=2))
-        return fused
+        return self.fuse(torch.cat((x1, x2), dim=2))
 
 
 class _Projection(nn.Module):

@@ -100,5 +100,4 @@ class FusePoolSplit(nn.Module):
         pool, norm = cast(nn.Module, self.attn.pool_q), cast(nn.Module, self.attn.norm_q)
         x, _ = reshape_pre_pool(x.unflatten(2, (heads, -1)).transpose(1, 2), self._grid, has_cls_token=False)
         x, _ = reshape_post_pool(pool(x), heads)  # (B, M, H W / stride^2, width / M)
-        pooled: Tensor = norm(x).transpose(1, 2).flatten(2)
-        return pooled
+        return norm(x).transpose(1, 2).flatten(2)
