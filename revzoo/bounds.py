@@ -21,8 +21,6 @@ class Bound:
 
 ModeName = Literal["store", "selective", "recompute", "invert"]  # of `runtime/mode.py`
 Sign = Literal["fixed", "random"]  # of the momentum: `runtime/coupling.py`
-Interpolation = Literal["random", "nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]  # in timm's words
-CropMode = Literal["center", "squash", "border"]
 Shard = Literal["none", "full", "hybrid"]  # how processes hold a network: `sharding/mesh.py`
 
 MOST_KEPT_BITS = 15  # what `runtime/bits.py` packs

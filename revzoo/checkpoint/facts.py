@@ -7,27 +7,18 @@ file next to the weights.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Annotated, Any, cast
 
 from torch import nn
 
-from revzoo.bounds import CropMode, FiniteFloat, Interpolation, PositiveFloat
+from revzoo.bounds import Bound
 from revzoo.errors import CheckpointError
 from revzoo.spec.names import BYTES, TOKENIZER
 from revzoo.spec.parsing import parse_json_as
 
-
-class _DataConfig(TypedDict, total=False):
-    mean: tuple[FiniteFloat, ...]
-    std: tuple[PositiveFloat, ...]
-    interpolation: Interpolation
-    crop_pct: PositiveFloat
-    crop_mode: CropMode
-    tokenizer: str
-
-
 IMAGE_FACTS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared, in timm's words
 CLASSES, DATA_CONFIG = "revzoo.classes", "revzoo.data_config"  # keys of the metadata
+_MAPPING = Annotated[Any, Bound("a mapping", lambda value: isinstance(value, dict))]
 
 
 def collect_facts(model: nn.Module) -> dict[str, str]:
@@ -59,7 +50,7 @@ def read_data_config(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
 
     A tokenizer next to the file goes before the one that the metadata name, which may be on another machine.
     """
-    config: dict[str, Any] = read_fact(metadata.get(DATA_CONFIG, "{}"), _DataConfig, file)
+    config: dict[str, Any] = read_fact(metadata.get(DATA_CONFIG, "{}"), _MAPPING, file)
     if (tokenizer := file.parent / TOKENIZER).is_file() and config.get("tokenizer") != BYTES:
         config["tokenizer"] = str(tokenizer.absolute())
     return {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}

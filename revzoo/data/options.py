@@ -7,9 +7,7 @@ from typing import Annotated, Literal
 
 from revzoo.bounds import (
     Bound,
-    CropMode,
     FiniteFloat,
-    Interpolation,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -67,13 +65,13 @@ class AugmentOptions:
     vflip: Probability = 0.0
     color_jitter: NonNegativeFloat | None = 0.4
     auto_augment: str | None = None
-    interpolation: Interpolation | None = None
+    interpolation: Literal["random", "nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] | None = None
     cutout: PositiveInt | None = None
     re_prob: Probability = 0.0
     re_mode: Literal["const", "rand", "pixel"] = "pixel"
     re_count: PositiveInt = 1
     crop_pct: UnitInterval | None = None
-    crop_mode: CropMode | None = None
+    crop_mode: Literal["center", "squash", "border"] | None = None
     mean: tuple[FiniteFloat, ...] | None = None
     std: tuple[PositiveFloat, ...] | None = None
 

@@ -230,20 +230,20 @@ def test_a_state_by_another_name(run, strange):
         assert "No state in run/state can be used" in strange("train", "--resume", run)
 
 
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("revzoo.classes", "5"),
-        ("revzoo.examples", "{"),
-        ("revzoo.data_config", '{"mean": "x"}'),
-        ("revzoo.data_config", '{"std": [0]}'),
-        ("revzoo.data_config", '{"interpolation": 5}'),
-        ("revzoo.data_config", "[1]"),
-    ],
-)
+@pytest.mark.parametrize(("key", "text"), [("revzoo.classes", "5"), ("revzoo.examples", "{"), ("revzoo.data_config", "[1]")])
 def test_metadata_of_weights(run, strange, key, text):
     change_metadata(run / "best.safetensors", key, lambda _: text)
     assert "The metadata of run/best.safetensors are damaged" in strange("eval", run)
+
+
+FACTS = [("mean", "x"), ("mean", 5), ("mean", [1, 2]), ("std", [0]), ("interpolation", 5), ("crop_pct", -1), ("crop_mode", "x")]
+
+
+@pytest.mark.parametrize(("name", "value"), FACTS)
+def test_how_weights_say_that_images_are_prepared(run, strange, name, value):
+    change_metadata(run / "best.safetensors", "revzoo.data_config", lambda text: json.dumps(json.loads(text) | {name: value}))
+    Image.new("L", (8, 8)).save("0.png")
+    assert f"model.data_config['{name}'] of rev_vit_digits is" in strange("predict", run, "0.png")
 
 
 def test_links_in_a_run(run, strange):

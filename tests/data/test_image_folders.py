@@ -103,7 +103,7 @@ def test_links_are_followed_and_loops_are_not(image_folder, tmp_path):
 
 
 def test_photos_of_phones_name_the_package_that_reads_them(image_folder, load, refused, monkeypatch):
-    monkeypatch.setattr("revzoo.data.image_folders.list_formats", lambda: {".jpg", ".png"})  # also where it is installed
+    monkeypatch.setattr("revzoo.data.image_folders.list_formats", lambda: [".jpg", ".png"])  # also where it is installed
     (image_folder / "train/cat/0.HEIC").write_bytes(b"")
     remedy = "; .heic is read after python -m pip install pillow-heif"
     assert load(image_folder).notes == [f"skipped in {image_folder}/train: 1 .heic{remedy}"]
