@@ -6,6 +6,8 @@ import os
 import pickle
 import re
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -136,6 +138,17 @@ def test_what_an_installed_module_imports_later(run, strange):
     recipe = run / "config.yaml"
     recipe.write_text(name_function(recipe.read_text()).replace("shapes:load", "scipy:datasets"))
     assert "scipy:datasets should be a function" in strange("train", recipe, "--dry-run")
+
+
+def test_programs_that_libraries_start(run, monkeypatch):
+    """They do not look into the present folder, as Python does by itself."""
+    program = [sys.executable, "-c", "import shapes"]
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    monkeypatch.delenv("PYTHONSAFEPATH")
+    monkeypatch.setattr(signal, "signal", lambda *words: None)
+    monkeypatch.setattr(zoo_cli, "main", lambda: subprocess.run(program, capture_output=True, check=False).returncode)
+    assert zoo_cli.run() == 1
+    assert not Path("MARK").exists()
 
 
 def test_what_is_typed_goes_on_after_a_restart(run, capfd, monkeypatch):
