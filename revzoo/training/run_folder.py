@@ -398,10 +398,11 @@ def find_damage(folder: Path) -> str:
     except (OSError, ValueError):
         return f"{CHECKSUMS} is missing or damaged"
     digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    names = {path.name for path in folder.iterdir()} - {CHECKSUMS}
-    if unequal := sorted(names ^ digests.keys()):
-        return f"{unequal[0][:80]} is {'not in ' + CHECKSUMS if unequal[0] in names else 'missing'}"
-    changed = next((name for name in sorted(names) if _hash(folder / name) != digests[name]), None)
+    names = {path.name for path in folder.iterdir()}
+    unlisted = {name for name in names if name.endswith((".distcp", ".json", ".metadata"))} - digests.keys()  # and read
+    if wrong := sorted(unlisted or digests.keys() - names):
+        return f"{wrong[0][:80]} is {'not in ' + CHECKSUMS if unlisted else 'missing'}"
+    changed = next((name for name, digest in digests.items() if _hash(folder / name) != digest), None)
     return "" if changed is None else f"{changed} has changed since it was written: its checksum differs"
 
 
