@@ -276,13 +276,13 @@ def fill_disk(subject: Subject, folder: Path, rng: random.Random) -> str:
 
 
 def delete(subject: Subject, folder: Path, rng: random.Random) -> str:
-    """Delete the folder of a training while it is written: it ends with an error, and there is no other folder."""
+    """Delete the folder of a training while it is written: it ends with an error, and no more than it was writing is there."""
     command = subject.start(folder)
     while not (folder / "metrics.jsonl").is_file() and psutil.Process(command.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
     shutil.rmtree(folder, ignore_errors=True)  # a state may be written into it meanwhile
     is_named = command.wait() == 2 and command.is_named
-    return "refused by name" if is_named and not (folder / "last.safetensors").exists() else "lost"
+    return "refused by name" if is_named and not (folder / "metrics.jsonl").exists() else "lost"
 
 
 def expect(wanted: str, *outcomes: str) -> str:

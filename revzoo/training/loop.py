@@ -72,7 +72,7 @@ def train(recipe: Recipe, out: Path | None = None, *, is_kept: bool = True) -> S
     if out is not None and call_on_main(accelerator, lambda: _was_begun(recipe, out)):
         return resume(out, [f"data.name={recipe.data.name}"] if is_own(recipe.data.name) else ())
     with _claim_folder(recipe, out, accelerator) as folder:  # too small a budget leaves none
-        run = _build_run(recipe, folder.path, accelerator)
+        run = _build_run(recipe, folder, accelerator)
         _print_start(run)
         plan = _apply_plan(run, anew=True)
         _print_memory(run)
@@ -131,7 +131,7 @@ def _was_begun(recipe: Recipe, out: Path) -> bool:
     return all(path.startswith(own) for path in changes)  # which weights may have set, or the search for a batch size
 
 
-def _build_run(recipe: Recipe, folder: Path, accelerator: Accelerator, *, resumed: bool = False) -> Run:
+def _build_run(recipe: Recipe, folder: Path | RunFolder, accelerator: Accelerator, *, resumed: bool = False) -> Run:
     with show_status("loading data and model", shown=accelerator.is_main_process) as report:
         recipe, notes = (recipe, []) if resumed else settle_batch_size(recipe, accelerator, report)
         run = build_run(recipe, folder, accelerator, resumed=resumed)
@@ -230,7 +230,7 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
         send_output_to(run_folder.logs)
         call_on_main(accelerator, run_folder.sweep)
         damage = call_on_main(accelerator, run_folder.set_damaged_states_aside)
-        run = _build_run(recipe, folder, accelerator, resumed=True)
+        run = _build_run(recipe, run_folder, accelerator, resumed=True)
         for line in damage:
             run.display.console.print(line)
         changes = check_changes(run_folder, run.origin, run.recipe, run.progress, typed, accept_changes)

@@ -143,6 +143,7 @@ class RunFolder:
         Raises:
             RevzooError: what was written could not be.
         """
+        self.require_held()
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk raises any of these

@@ -36,12 +36,12 @@ from revzoo.training.run_folder import Progress, RunFolder
 from revzoo.training.state_files import Upload
 
 
-def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = None, *, resumed: bool) -> Run:
+def build_run(recipe: Recipe, folder: Path | RunFolder, accelerator: Accelerator | None = None, *, resumed: bool) -> Run:
     """Build a run on the device, and among the processes, that Accelerate finds.
 
     Args:
         recipe: the recipe.
-        folder: folder of the run.
+        folder: folder of the run, or where it is; what holds its lock notices if it is deleted.
         accelerator: Accelerate's object for this recipe; None: a new one.
         resumed: the folder already holds the run. The model is made from the spec in it; weights and optimizer state are not
             loaded yet.
@@ -52,7 +52,8 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
         InputError: the processes have been given different things, or cannot share a resumed run's batch.
         CheckpointError: a resumed run has no usable state.
     """
-    options, model_options, run_folder = recipe.train, recipe.model, RunFolder(folder)
+    options, model_options = recipe.train, recipe.model
+    run_folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     accelerator = accelerator or make_accelerator(recipe)
     require_same(to_plain(recipe), find_differences)
     mesh = make_run_mesh(recipe, accelerator, begun=resumed)
@@ -82,7 +83,7 @@ def build_run(recipe: Recipe, folder: Path, accelerator: Accelerator | None = No
         if not resumed:  # the recipe in the folder of a run has it
             config = None if report is None else report.model.data_config
             recipe, prepared_as = call_on_all(partial(adopt_preprocessing, recipe, spec, config))
-        data_options = replace(recipe.data, batch_size=batch_size, text=_find_tokenizer(recipe.data.text, folder))
+        data_options = replace(recipe.data, batch_size=batch_size, text=_find_tokenizer(recipe.data.text, run_folder.path))
         data = call_on_all(lambda: load_data(data_options, spec.input, options.seed, processes))
         if resumed and "outputs" in spec.head.arguments:  # the spec may have more outputs than there are classes
             model_options = replace(model_options, num_outputs=max(spec.head.arguments["outputs"], data.num_classes or 0))

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import revzoo
-from revzoo.errors import CheckpointError, SpecError
+from revzoo.errors import CheckpointError, RevzooError, SpecError
 from revzoo.training.loop import resume, train
 from revzoo.training.origin import read_origin
 from revzoo.training.recipe import load_recipe
@@ -180,3 +180,16 @@ def test_metrics_beyond_the_newest_state_are_dropped(copied):
         file.write('{"epoch": 2, "tr')
     assert resume(copied).folder == copied
     assert [record["epoch"] for record in read_records(copied)] == [1]
+
+
+def test_a_deleted_folder_ends_the_run(tmp_path, monkeypatch):
+    append = RunFolder.append_record
+
+    def append_and_delete(folder, record):
+        append(folder, record)
+        shutil.rmtree(folder.path)
+
+    monkeypatch.setattr(RunFolder, "append_record", append_and_delete)
+    with pytest.raises(RevzooError, match="was deleted, moved or replaced while its run trained"):
+        train(make_recipe(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
