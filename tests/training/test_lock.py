@@ -76,7 +76,7 @@ def test_new_runs_that_start_together_get_a_folder_each(tmp_path, monkeypatch):
     build_run, built = loop.build_run, []
 
     def build(recipe, folder, accelerator, **options):
-        built.append(folder)
+        built.append(folder.path)
         number = len(built)
         if number == 1:
             train(recipe)
