@@ -49,7 +49,8 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import zoo_cli
-from revzoo.training.run_folder import RunFolder, _state_name, seal
+from revzoo.training.checksums import seal
+from revzoo.training.run_folder import RunFolder, _state_name
 
 _MEASURED = {"seconds", "images_per_second", "texts_per_second", "bytes_per_second", "memory_bytes"}  # different in every run
 _SMALL = ["train.epochs=3", "train.save_every=1"]

@@ -3,7 +3,7 @@
 import os
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_type_hints
 
 from revzoo.bounds import (
     Bound,
@@ -17,6 +17,7 @@ from revzoo.bounds import (
 )
 from revzoo.errors import DataError
 from revzoo.spec.names import find_beside
+from revzoo.spec.parsing import check_value, to_plain
 
 TABLES = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # how rows of texts are kept
 TEXT_FILES = (*TABLES, ".txt")  # endings of files of texts
@@ -74,6 +75,11 @@ class AugmentOptions:
     crop_mode: Literal["center", "squash", "border"] | None = None
     mean: tuple[FiniteFloat, ...] | None = None
     std: tuple[PositiveFloat, ...] | None = None
+
+
+def check_augment(name: str, value: object) -> str | None:
+    """Return None if a value may be that of an option of `AugmentOptions`, else a description of what may."""
+    return check_value(to_plain(value), get_type_hints(AugmentOptions, include_extras=True)[name])
 
 
 @dataclass(frozen=True)

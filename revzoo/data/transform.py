@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from PIL import Image
@@ -12,12 +12,11 @@ from timm.data import create_transform
 from torch import Tensor
 
 from revzoo.checkpoint.facts import IMAGE_FACTS
-from revzoo.data.options import AugmentOptions
+from revzoo.data.options import check_augment
 from revzoo.data.stored_images import convert_image, explain_broken, read_image
 from revzoo.data.tokenizer import Tokenizer, open_tokenizer
 from revzoo.errors import InputError
 from revzoo.model.model import Model
-from revzoo.spec.parsing import check_value
 from revzoo.spec.schema import TextInput
 
 _logger = logging.getLogger("revzoo")
@@ -55,9 +54,9 @@ def _transform_images(model: Model) -> Callable[[Any], Tensor]:
     modes = {1: "L", 3: "RGB"}
     if channels not in modes:
         raise InputError(f"Images have 1 or 3 channels. Received: {model.spec.name}, which takes {channels}.")
-    chosen, types = {key: config[key] for key in IMAGE_FACTS}, get_type_hints(AugmentOptions, include_extras=True)
+    chosen = {key: config[key] for key in IMAGE_FACTS}
     for key, value in chosen.items():
-        allowed = check_value(list(value) if isinstance(value, tuple) else value, types[key])
+        allowed = check_augment(key, value)
         if allowed or (isinstance(value, tuple) and len(value) != channels):
             allowed = allowed or f"a list of {channels}"
             raise InputError(f"model.data_config[{key!r}] of {model.spec.name} is {value!r}; allowed: {allowed}. Correct it.")

@@ -4,14 +4,13 @@ import filecmp
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from safetensors import SafetensorError
 
 from revzoo.checkpoint.facts import IMAGE_FACTS, read_data_config
 from revzoo.checkpoint.files import read_metadata
-from revzoo.data.options import UNROTATED, AugmentOptions, is_own
-from revzoo.spec.parsing import check_value
+from revzoo.data.options import UNROTATED, check_augment, is_own
 from revzoo.spec.schema import ImageInput, Spec
 from revzoo.training.make_network import find_starting_weights
 from revzoo.training.options import Recipe
@@ -40,9 +39,9 @@ def adopt_preprocessing(recipe: Recipe, spec: Spec, config: Mapping[str, Any] | 
 
 def _adopt_images(recipe: Recipe, input: ImageInput, config: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
     """Adopt how images are normalised, resized and cropped; what a file says of other channels is left out."""
-    augment, allowed = recipe.data.augment, get_type_hints(AugmentOptions, include_extras=True)
+    augment = recipe.data.augment
     facts = {name: config[name] for name in IMAGE_FACTS if name in config and getattr(augment, name) is None}
-    unusable = [name for name, value in facts.items() if check_value(_to_plain(value), allowed[name])]
+    unusable = [name for name, value in facts.items() if check_augment(name, value)]
     if augment.auto_augment is not None and facts.get("interpolation") in UNROTATED:
         unusable.append("interpolation")
     notes = [f"data.augment.{name} takes no {facts.pop(name)!r}, as the weights have it" for name in unusable]
@@ -83,10 +82,6 @@ def _read_preprocessing(recipe: Recipe) -> dict[str, Any]:
     except (SafetensorError, OSError):  # a file that is missing or damaged is reported when it is loaded
         return {}
     return read_data_config(metadata, file)
-
-
-def _to_plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _write(value: Any) -> str:

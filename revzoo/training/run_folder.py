@@ -14,7 +14,6 @@ state/lock         locked by the process that works in the folder
 log/               what processes but the first have to say; unreadable.txt: images that could not be read
 """
 
-import hashlib
 import json
 import os
 import re
@@ -39,6 +38,7 @@ from revzoo.format import count_noun
 from revzoo.metric import CHOSEN
 from revzoo.spec.names import BEST_WEIGHTS, NAME_A_RUN, find_beside, find_inside
 from revzoo.spec.parsing import check_value, parse_json_as
+from revzoo.training.checksums import find_damage, seal
 from revzoo.training.terminal import has_lost_others
 
 RECIPE = "config.yaml"
@@ -337,8 +337,8 @@ class RunFolder:
             CheckpointError: the metrics are missing or damaged.
         """
         done = range(1, progress.epoch + 1)
-        numbers = [record["epoch"] for record in self.read_records() if record["epoch"] in done]
-        kept = {record["epoch"]: record for record in self.read_records() if record["epoch"] in done}
+        records = [record for record in self.read_records() if record["epoch"] in done]
+        numbers, kept = [record["epoch"] for record in records], {record["epoch"]: record for record in records}
         if accept:
             progress.missing = progress.epoch - len(kept)
         elif numbers != sorted(kept) or len(numbers) != progress.epoch - progress.missing:
@@ -375,38 +375,3 @@ def claim_free_folder(parent: Path, name: str) -> RunFolder:
             with suppress(FileExistsError):  # another process was faster
                 folder.path.mkdir(parents=True)
                 return folder
-
-
-CHECKSUMS = "checksums.sha256"
-
-
-def seal(folder: Path) -> None:
-    """Write the checksums of all files of a folder, give them the user's permissions, and wait until all is on the disk."""
-    files = sorted(path for path in folder.iterdir() if path.name != CHECKSUMS)
-    checksums = folder / CHECKSUMS
-    checksums.write_text("".join(f"{_hash(path)}  {path.name}\n" for path in files), encoding="utf-8")
-    mode = checksums.stat().st_mode  # that of any new file; some libraries write files that only their owner can read
-    for path in (*files, checksums):
-        path.chmod(mode)
-        sync(path)
-    sync(folder)
-
-
-def find_damage(folder: Path) -> str:
-    """Return in words what is not as it was when the folder was sealed, or an empty string."""
-    try:
-        lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return f"{CHECKSUMS} is missing or damaged"
-    digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    names = {path.name for path in folder.iterdir()}
-    unlisted = {name for name in names if name.endswith((".distcp", ".json", ".metadata"))} - digests.keys()  # and read
-    if wrong := sorted(unlisted or digests.keys() - names):
-        return f"{wrong[0][:80]} is {'not in ' + CHECKSUMS if unlisted else 'missing'}"
-    changed = next((name for name, digest in digests.items() if _hash(folder / name) != digest), None)
-    return "" if changed is None else f"{changed} has changed since it was written: its checksum differs"
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 import zoo_cli
 from revzoo.analysis.twin import build_twin
 from revzoo.spec import load_spec
-from revzoo.training.run_folder import seal
+from revzoo.training.checksums import seal
 from tests.training.runs import FAST
 
 STATE = "state/00001-0000000"

@@ -14,9 +14,10 @@ from revzoo.data.base import EpochSampler
 from revzoo.data.random import derive_seed
 from revzoo.errors import InputError
 from revzoo.training import epochs
+from revzoo.training.checksums import CHECKSUMS, seal
 from revzoo.training.loop import resume, train
 from revzoo.training.loss import SharedMixup
-from revzoo.training.run_folder import CHECKSUMS, RunFolder, seal
+from revzoo.training.run_folder import RunFolder
 from revzoo.training.setup import share_batch
 from tests.training.runs import RANDOM, assert_same_run, killed, make_recipe
 

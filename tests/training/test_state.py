@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 
 import revzoo
 from revzoo.errors import CheckpointError, RevzooError, SpecError
+from revzoo.training.checksums import find_damage
 from revzoo.training.loop import resume, train
 from revzoo.training.origin import read_origin
 from revzoo.training.recipe import load_recipe
-from revzoo.training.run_folder import Progress, RunFolder, find_damage
+from revzoo.training.run_folder import Progress, RunFolder
 from revzoo.training.setup import build_run
 from revzoo.training.state import load_state
 from tests.training.runs import RANDOM, assert_same_run, make_recipe, read_records

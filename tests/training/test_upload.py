@@ -10,10 +10,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from revzoo.errors import RevzooError
 from revzoo.training import epochs
+from revzoo.training.checksums import find_damage
 from revzoo.training.divergence import DivergedError, add_losses
 from revzoo.training.loop import resume, train
 from revzoo.training.run import Run
-from revzoo.training.run_folder import RunFolder, find_damage
+from revzoo.training.run_folder import RunFolder
 from tests.training.runs import RANDOM, assert_same_run, make_recipe, read_records
 
 BEHIND = "train.save_async=true"
