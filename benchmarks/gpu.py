@@ -15,6 +15,7 @@
     plans       three memory budgets: predicted against measured seconds and peaks
     arithmetic  what exact arithmetic, kept bits, mode "selective" and the tripwire cost
     compiled    compiled steps
+    compiled plans  PyTorch's activation_memory_budget on a network of timm, and plans for its peaks
     trace       a trace of one step, trace.json.gz
 
 Nothing has to be installed but PyTorch 2.10 and what revzoo imports; packages that are missing are noted, and the cases that

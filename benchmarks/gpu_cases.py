@@ -59,6 +59,7 @@ class Sizes:
         repeats: how often gradients are computed to be compared.
         main: network and batch of most other sections.
         large_batch: another one for compiled steps.
+        ordinary: network of timm and batch, for compiled plans.
         capped: networks whose largest batch is looked for.
         cap: memory for that [bytes].
         first_batch: the smallest one that is tried.
@@ -77,6 +78,7 @@ class Sizes:
     repeats: int
     main: tuple[str, int]
     large_batch: int
+    ordinary: tuple[str, int]
     capped: tuple[str, ...]
     cap: int
     first_batch: int
@@ -96,6 +98,7 @@ GPU = Sizes(
     repeats=3,
     main=("rev_vit_s", 32),
     large_batch=128,
+    ordinary=("vit_small_patch16_224", 128),
     capped=("rev_swin_t", "rev_vit_b"),
     cap=8 * 2**30,
     first_batch=64,
@@ -117,6 +120,7 @@ STUB = Sizes(
     repeats=1,
     main=("rev_vit_digits", 4),
     large_batch=8,
+    ordinary=("test_vit", 1),
     capped=("rev_vit_digits",),
     cap=2**29,
     first_batch=64,
@@ -213,6 +217,13 @@ def list_compiled(sizes: Sizes, folder: Path) -> Iterator[Case]:
         yield _list_timed("compiled", network, sizes.large_batch, method)
 
 
+def list_compiled_plans(sizes: Sizes, folder: Path) -> Iterator[Case]:
+    network, batch = sizes.ordinary
+    for budget in (0.5, 0.2, 0.8):
+        key = f"compiled plans/{network}/bf16/{batch}/{budget}"
+        yield Case(key, partial(measure.follow_compiled_plan, network, batch, budget))
+
+
 def list_traces(sizes: Sizes, folder: Path) -> Iterator[Case]:
     network, batch = sizes.main
     yield Case(f"trace/{network}/bf16/{batch}/ahead", partial(measure.trace, network, batch, folder / "trace.json.gz"))
@@ -229,5 +240,6 @@ SECTIONS = {
     "plans": Section(45, list_plans),
     "arithmetic": Section(20, list_arithmetic),
     "compiled": Section(60, list_compiled),
+    "compiled plans": Section(120, list_compiled_plans),
     "trace": Section(20, list_traces),
 }

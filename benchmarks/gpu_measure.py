@@ -4,6 +4,7 @@ from __future__ import annotations  # those that name classes of revzoo would im
 
 import gc
 import itertools
+import os
 import shutil
 import subprocess
 import tempfile
@@ -16,11 +17,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from gpu_training import METHODS, Method, capture, make_classifier, time_calls
 from torch import Tensor, nn
 
 import revzoo
+from revzoo.errors import BudgetError
 
 _PACKAGES = (
     *("accelerate", "matplotlib", "omegaconf", "peft", "pytest", "pytest-timeout", "pytest-xdist", "rich"),
@@ -225,6 +228,44 @@ def follow_plan(network: str, batch: int, share: float) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     predicted = {name: getattr(plan, name) for name in ("seconds", "spread", "peak_bytes", "budget_bytes")}
     return time_calls(step) | {"predicted": predicted, "least_bytes": least, "stored_bytes": most}
+
+
+def follow_compiled_plan(network: str, batch: int, memory_budget: float) -> dict[str, Any]:
+    """Compile a network of timm with PyTorch's `activation_memory_budget`, and with a plan for the peak that this takes.
+
+    A plan for the least follows, where nothing can be planned for that peak.
+    """
+    import timm
+
+    model = timm.create_model(network, num_classes=10).cuda().train()
+    x = torch.randn(batch, *model.pretrained_cfg["input_size"], device="cuda")
+    compiled = torch.compile(model, backend="aot_eager" if "CUDA_STUB" in os.environ else "inductor")
+
+    def measure(memory_budget: float) -> dict[str, Any]:
+        def step() -> None:
+            model.zero_grad()
+            _compute_loss(compiled(x)).backward()
+
+        with torch.autocast("cuda", torch.bfloat16), functorch_config.patch(activation_memory_budget=memory_budget):
+            step()
+        model.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16):
+            return time_calls(step)
+
+    rival = measure(memory_budget)
+    with torch.autocast("cuda", torch.bfloat16):
+        try:
+            plan = revzoo.plan(compiled, x, rival["peak_bytes"], loss=_compute_loss)
+        except BudgetError as error:
+            plan = revzoo.plan(compiled, x, int(str(error).partition("(")[2].split()[0]), loss=_compute_loss)
+        plan.apply(model)
+    return {
+        "activation_memory_budget": rival,
+        "plan": measure(1.0),
+        "promised_bytes": plan.compiled_peak_bytes or plan.peak_bytes,
+    }
 
 
 def compare_compiled(network: str, batch: int) -> dict[str, Any]:

@@ -318,41 +318,6 @@ def describe_random_signs(tasks: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def describe_distributed() -> Iterator[str]:
-    """Yield the lines of the section of docs/distributed.md."""
-    yield from describe_fits(json.loads((RESULTS / "distributed.json").read_text()))
-
-
-def describe_fits(results: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of the largest batches on cards, and of what communication would take."""
-    assumed, card = results["assumed"], "80 GB"
-    cards = list(results["rows"][0]["largest"]["store"])
-    yield f"| model | weights | cards | {' | '.join(cards)} | sent in a step | communication on {card} |"
-    yield "|---" * (5 + len(cards)) + "|"
-    for row in results["rows"]:
-        batches = [" → ".join(str(points[size]["batch"] or "-") for points in row["largest"].values()) for size in cards]
-        points = [points[card] for points in row["largest"].values()]
-        shares = (100 * point["send_seconds"] / (point["send_seconds"] + point["compute_seconds"] or 1) for point in points)
-        share = f"{' → '.join(map('{:.1f}'.format, shares))} %"
-        weights, sent = (f"{size / 1e9:.2f} GB" for size in (row["parameter_bytes"], row["sent_bytes"]))
-        cells = [row["model"], weights, str(row["ranks"]), *batches, *((sent, share) if row["ranks"] > 1 else ("", ""))]
-        yield f"| {' | '.join(cells)} |"
-    yield ""
-    link, version = assumed["network"] / assumed["node"] * 8, results["torch"].partition("+")[0]
-    yield from wrap(
-        "Below each size of card: the largest batch of one card with everything stored → with steps inverted and nodes "
-        f"recomputed, in {100 * assumed['share']:.0f} % of its memory (-: not even one example); float32 weights and AdamW, "
-        f"bfloat16 autocast, shard=full, nodes of {assumed['node']} cards. All of this is computed, and none of it was run on "
-        "a card: the bytes are counted from a training step of the first rank without values (`python "
-        f"benchmarks/distributed.py`, torch {version}). The last column is the share of a step that communication would take "
-        f"if none of it overlapped with computing. It assumes {assumed['flops'] / 1e12:.0f} TFLOP/s (two fifths of an H100's "
-        f"989, data sheet), NVLink with {assumed['nvlink'] / 1e9:.0f} GB/s each way (the same), {link / 1e9:.0f} Gb/s between "
-        f"nodes for each card (DGX H100, data sheet), and {assumed['nvlink_seconds'] * 1e6:.1f} and "
-        f"{assumed['network_seconds'] * 1e6:.0f} µs for each hop of a ring (NCCL's `tuning.cc`). FSDP2 overlaps what it can: "
-        "it prefetches the next step while one is computed."
-    )
-
-
 def describe_network(net: dict[str, Any]) -> str:
     """Return name, depth and dtype of a network."""
     return f"{net['network']}, {net['layers']} blocks, {net['dtype']}"
@@ -387,7 +352,6 @@ PAGES = {
     "docs/benchmark.md": describe_performance,
     "docs/numerics.md": describe_numerics,
     "docs/reversible.md": describe_reversible,
-    "docs/distributed.md": describe_distributed,
 }
 
 

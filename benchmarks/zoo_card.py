@@ -38,7 +38,7 @@ from revzoo.model.create import create
 from revzoo.model.model import Model
 from revzoo.planning.planner import solve
 from revzoo.planning.profiling.profile import profile
-from revzoo.runtime import chunked_loss
+from revzoo.runtime import chunk_size
 from revzoo.runtime.chunked_loss import _Tokens
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.live_bytes import LiveBytes
@@ -192,7 +192,7 @@ def count_step(network: nn.Module, batch: Any, dtype: str, loss_function: LossFu
     live, flops = LiveBytes(), FlopCounter()
     # Both batches have as many parts in the backward of in-place ABN.
     same_parts = patch.object(backward, "_PART", int(backward._PART * len(next(tensors_in(batch))) / SIZES[1]))
-    same_chunks = patch.object(chunked_loss, "_LEAST", 2**60), patch.object(_Tokens, "__iter__", _take_chunks)
+    same_chunks = patch.object(chunk_size, "_LEAST", 2**60), patch.object(_Tokens, "__iter__", _take_chunks)
     with ExitStack() as stack:
         for each in (autocast(dtype), ignore_error_growth(), same_parts, *same_chunks):
             stack.enter_context(each)

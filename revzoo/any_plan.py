@@ -29,6 +29,7 @@ def plan(
     tiles: Literal["auto"] | None = None,
     accumulate: bool = False,
     profile: bool = False,
+    compiled: bool | None = None,
 ) -> Plan | ModulePlan:
     """Return the fastest plan whose peak is within the budget; its training step is counted before the peak is promised.
 
@@ -51,6 +52,8 @@ def plan(
             any other module.
         profile: for any other module: run its calls a few times on its device, and choose by their times instead of FLOPs and
             moved bytes. Models of the zoo and chains are always timed where they can be run.
+        compiled: for any other module: the budget is for the module under torch.compile. It is compiled and a step is measured,
+            three times at most, and it is planned with what was found. None: where it is compiled.
     Raises:
         InputError: a model, batch, optimizer, budget, lookahead or tiles that cannot be used.
         BudgetError: no schedule fits; names the smallest budget that would.
@@ -58,6 +61,11 @@ def plan(
     """
     require_module(model)
     if isinstance(model, PlannableModel) or find_block_chains(model):
+        if compiled:
+            raise InputError(
+                f"compiled=True is for modules that are no model of the zoo, chain or reversible network. Received: "
+                f"{type(model).__name__}. Plan without it, then compile its steps: revzoo.compile_steps(model)."
+            )
         with accumulated_gradients(model) if accumulate else nullcontext():
             return profile_and_plan(
                 model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead, tiles=tiles
@@ -72,4 +80,4 @@ def plan(
             f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline', lookahead=0 and "
             f"tiles=None. Received: solver={solver!r}, lookahead={lookahead!r}, tiles={tiles!r}."
         )
-    return plan_module(model, batch, budget, optimizer=optimizer, loss=loss, profile=profile)[0]
+    return plan_module(model, batch, budget, optimizer=optimizer, loss=loss, profile=profile, compiled=compiled)[0]

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.nn.parameter import is_lazy
 
 from revzoo.analysis.autocast import count_autocast, set_autocast_depth
-from revzoo.analysis.fake_tensors import FakeKernelError, find_fake_mode, is_divided_copy, make_fake, silence_failures
+from revzoo.analysis.fake_tensors import FakeKernelError, find_fake_mode, make_fake, silence_failures
 from revzoo.analysis.kept_values import KeptValues
 from revzoo.device import has_value
 from revzoo.errors import InputError, MissingValueError
@@ -49,7 +49,7 @@ def accumulated_gradients(model: nn.Module) -> Iterator[None]:
             if p.requires_grad:
                 p.grad = torch.zeros_like(p)
 
-    with model.register_forward_pre_hook(add_gradients, prepend=True):  # before FSDP gathers the parameters
+    with model.register_forward_pre_hook(add_gradients, prepend=True):
         yield
 
 
@@ -112,11 +112,10 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
         if mode:
             stack.enter_context(silence_failures())
             batch = _map_once(lambda t: make_fake(t, mode, home).requires_grad_(t.requires_grad), batch)
-            if not is_divided_copy(model):
-                # `preserve` does not look into modules that torch.jit has compiled.
-                convert = partial(make_fake, mode=mode, home=home)
-                stack.callback(_replace_tensors(model, "_parameters", lambda p: nn.Parameter(convert(p), p.requires_grad)))
-                stack.callback(_replace_tensors(model, "_buffers", convert))
+            # `preserve` does not look into modules that torch.jit has compiled.
+            convert = partial(make_fake, mode=mode, home=home)
+            stack.callback(_replace_tensors(model, "_parameters", lambda p: nn.Parameter(convert(p), p.requires_grad)))
+            stack.callback(_replace_tensors(model, "_buffers", convert))
             stack.enter_context(mode)
         else:
             batch = _map_once(lambda t: t.detach().requires_grad_(t.requires_grad), batch)  # t.grad stays as it is
@@ -142,7 +141,7 @@ def preserve(model: nn.Module, tensors: Iterable[Tensor] = (), *, fake: bool = F
     parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     tensors = [*(p for p, *_ in parameters), *tensors]
     # Where processes divide a model, others than its modules exchange tensors and flags, and remember what they did.
-    is_shared = is_divided_copy(model) or (not fake and processes_communicate())
+    is_shared = not fake and processes_communicate()
     contents = Contents([module._buffers for module in model.modules()] if is_shared else model, follows_functions=fake)
     with ExitStack() as stack:
         stack.enter_context(preserve_random_streams(tensors))
@@ -251,8 +250,8 @@ def require_whole(model: nn.Module) -> None:
     if any(map(is_sharded, model.parameters())):
         raise InputError(
             f"A training step of a divided {type(model).__name__} is counted before it is divided. Received: parameters that "
-            "are shards (DTensor). Use revzoo.planning.ranks.rank_plan.plan_ranks with the whole model, which may be on the "
-            "meta device; its plan can be applied to the divided one."
+            "are shards (DTensor). Give the whole model, which may be on the meta device; its plan can be applied to the "
+            "divided one."
         )
 
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, cast
+from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -23,31 +24,30 @@ from revzoo.runtime.nested import map_tensors, tensors_in
 
 def find_fake_mode(tensors: list[Tensor], always: bool = False) -> FakeTensorMode | None:
     """Return the mode of the first FakeTensor; without one, a new mode if a tensor is on meta or `always` is set, else None."""
-    for t in map(_find_local, tensors):
+    for t in tensors:
         if isinstance(t, FakeTensor):
             return t.fake_mode
     return FakeMode(allow_non_fake_inputs=True) if always or any(t.is_meta for t in tensors) else None
 
 
-def _find_local(t: Tensor) -> Tensor:
-    """Return what this process holds of a tensor that is divided over processes; any other tensor as it is."""
-    return cast(Tensor, getattr(t, "_local_tensor", t))
-
-
-def is_divided_copy(model: nn.Module) -> bool:
-    """Return whether FSDP has divided parameters without values. It exchanges them itself, so they are left where they are."""
-    return any(isinstance(getattr(p, "_local_tensor", None), FakeTensor) for p in model.parameters())
-
-
 def make_fake(t: Tensor, mode: FakeTensorMode, home: torch.device) -> Tensor:
-    """Return a FakeTensor like t that requires no gradient. In place of the meta device its device is `home`."""
+    """Return a FakeTensor like t that requires no gradient, and knows t. In place of the meta device its device is `home`."""
     if t.is_meta and not isinstance(t, FakeTensor):
         return FakeTensor(mode, torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"), home)
     if t.layout is not torch.strided:
         raise FakeKernelError(f"a tensor {tuple(t.shape)} of layout {t.layout}: its size depends on its values")
-    return mode.from_tensor(t.detach())
+    fake = mode.from_tensor(t.detach())
+    vars(fake)[_VALUES] = ref(t)  # which copies of it do not copy
+    return fake
 
 
+def find_values(given: Any) -> Any:
+    """Return the tensor that `make_fake` has made a FakeTensor of; anything else as it is."""
+    own = vars(given).get(_VALUES) if isinstance(given, FakeTensor) else None
+    return given if own is None else own()
+
+
+_VALUES = "revzoo_values"  # in the attributes of a FakeTensor
 _ATEN = torch.ops.aten
 _NORMS = {_ATEN.native_batch_norm.default, _ATEN.native_layer_norm.default, _ATEN.native_group_norm.default}
 # Views of their first argument alone, of sizes that follow from the arguments.

@@ -69,6 +69,8 @@ class FlopCounter(TorchDispatchMode):
 class FlopCounterOfReplacedCalls(FlopCounter):
     """The same for modules whose calls `replaced_call.py` replaces, as `LiveBytesOfReplacedCalls` is for bytes."""
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""`revzoo plan`: the fastest schedule within a memory budget, for a batch size, the best of a range, or one of many ranks."""
+"""`revzoo plan`: the fastest schedule within a memory budget, for a batch size or the best of a range."""
 
 import argparse
 import json
@@ -26,14 +26,11 @@ if TYPE_CHECKING:
     from revzoo.model.model import Model
     from revzoo.planning.plan import Plan
     from revzoo.planning.profiling.profile import Profile
-    from revzoo.planning.ranks.rank_plan import RankPlan
 
 SUMMARY = "Find the fastest mix of modes that fits a memory budget."
 
 OTHER_NAMES = "timm:NAME, hf:OWNER/NAME, a folder with the config.json of a Transformers model, or package.module:function"
-_OF_RANKS = ("--shard", "--nodes")
-_OF_RUNNING = ("--device", "--lookahead", "--tiles")
-_OF_THE_ZOO = (*_OF_RUNNING, "--dtype", "--meta", "--loss", "--accumulate", "--ranks", *_OF_RANKS)
+_OF_THE_ZOO = ("--device", "--lookahead", "--tiles", "--dtype", "--meta", "--loss", "--accumulate")
 
 
 def declare(parser: Parser) -> None:
@@ -74,13 +71,11 @@ def declare(parser: Parser) -> None:
         action="store_true",
         help="for modules that are not the zoo's: time every call on this machine, and plan by time instead of FLOPs",
     )
-    parser.add_argument("--ranks", type=int, metavar="N", help="plan for one of N processes; counted, nothing is run")
     parser.add_argument(
-        "--shard",
-        choices=("full", "hybrid"),
-        help="how the ranks divide the network: over all of them, or over those of each node (default: full)",
+        "--compiled",
+        action="store_true",
+        help="for modules that are not the zoo's: the budget is for the compiled module, which is measured on this machine",
     )
-    parser.add_argument("--nodes", type=int, metavar="N", help="machines that the ranks are on (default: 1)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="save the plan")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw memory over time, the schedule and other budgets")
     parser.add_argument("--json", action="store_true", help="print everything, and the data of --plot, as JSON instead")
@@ -123,7 +118,7 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
         module, batch = create_named_module(name, arguments.batch)
         optimizer = create_optimizer(arguments.optimizer, module)
         settings = {"optimizer": optimizer, "loss": compute_usual_loss, "profile": arguments.profile, "report": report}
-        plan, details = plan_module(module, batch, arguments.budget, **settings)
+        plan, details = plan_module(module, batch, arguments.budget, compiled=arguments.compiled, **settings)
     if arguments.plot is not None:
         from revzoo.graph.plan_figure import plot_module_plan
 
@@ -134,18 +129,7 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
 
 def _plan_of_the_zoo(arguments: argparse.Namespace) -> "Plan":
     """Plan a model of the zoo; print and draw the plan."""
-    _refuse(arguments, "modules that are not of the zoo", "--profile")
-    has_range = isinstance(arguments.batch, tuple)
-    if arguments.ranks is None:
-        _refuse(arguments, "many ranks: add --ranks N", *_OF_RANKS)
-    else:  # many ranks are counted, and not run
-        _refuse(arguments, "plans of one process, and not for --ranks", *_OF_RUNNING)
-        if has_range or arguments.budget == "auto" or "%" in arguments.budget:
-            raise InputError(
-                "With --ranks --batch is one size, and --budget a size such as 80GB, since the memory of a rank is not known "
-                f"here. Received: --budget {arguments.budget}{' and a range of batch sizes' if has_range else ''}."
-            )
-        arguments.meta = True
+    _refuse(arguments, "modules that are not of the zoo", "--profile", "--compiled")
     from revzoo.display.console import show_status
 
     with show_status("creating the model"):
@@ -158,14 +142,10 @@ def _plan_of_the_zoo(arguments: argparse.Namespace) -> "Plan":
             "solver": arguments.solver,
             "optimizer": create_optimizer(arguments.optimizer, model),
             "loss": create_loss(arguments.loss, model),
+            "lookahead": arguments.lookahead or 0,
         }
-    if arguments.ranks is not None:
-        with show_status("planning"):
-            result, profile = _plan_ranks(arguments, model, settings)
-        return _show(arguments, model, profile, result.plan, result)
-    settings["lookahead"] = arguments.lookahead or 0
     with accumulated_gradients(model) if arguments.accumulate else nullcontext():
-        if has_range:
+        if isinstance(arguments.batch, tuple):
             _refuse(arguments, "one batch size", "--tiles")
             return _plan_batches(arguments, model, settings)
         from revzoo.planning.planner import profile_and_plan
@@ -183,21 +163,9 @@ def _refuse(arguments: argparse.Namespace, users: str, *options: str) -> None:
         raise InputError(f"{', '.join(given)}: for {users}. Received: {' '.join(arguments.name)}. Leave it out otherwise.")
 
 
-def _plan_ranks(arguments: argparse.Namespace, model: "Model", settings: dict[str, Any]) -> "tuple[RankPlan, Profile]":
-    from revzoo.planning.ranks.division import Division
-    from revzoo.planning.ranks.rank_plan import plan_ranks
-
-    nodes = 1 if arguments.nodes is None else arguments.nodes
-    division = Division(arguments.ranks, arguments.shard or "full", nodes)
-    batch = create_batch(model, arguments.batch)
-    return plan_ranks(model, batch, arguments.budget, division, accumulate=arguments.accumulate, **settings)
-
-
-def _show(
-    arguments: argparse.Namespace, model: "Model", profile: "Profile", plan: "Plan", ranks: "RankPlan | None" = None
-) -> "Plan":
+def _show(arguments: argparse.Namespace, model: "Model", profile: "Profile", plan: "Plan") -> "Plan":
     """Draw a plan, and print it next to other schedules, or everything as JSON; return it."""
-    from revzoo.display.tables.plan import tabulate_plan, tabulate_ranks
+    from revzoo.display.tables.plan import tabulate_plan
     from revzoo.planning.comparison import evaluate_budgets, evaluate_uniform_schedules
 
     others, fixed_bytes = evaluate_uniform_schedules(model, profile), profile.memory.fixed_bytes
@@ -207,11 +175,7 @@ def _show(
 
         plot_plan(plan, arguments.plot, budgets, others, fixed_bytes)
     data = {"plan": asdict(plan), "others": others, "front": budgets, "fixed_bytes": fixed_bytes}
-    tables = [tabulate_plan(plan, others)]
-    if ranks is not None:
-        data["ranks"] = {key: value for key, value in asdict(ranks).items() if key != "plan"}
-        tables.append(tabulate_ranks(ranks))
-    _print(arguments, data, *tables)
+    _print(arguments, data, tabulate_plan(plan, others))
     return plan
 
 
@@ -231,12 +195,11 @@ def _plan_batches(arguments: argparse.Namespace, model: "Model", settings: dict[
     return best.plan
 
 
-def _print(arguments: argparse.Namespace, data: object, *tables: Any) -> None:
-    """Print the data as JSON, or the tables."""
+def _print(arguments: argparse.Namespace, data: object, table: Any) -> None:
+    """Print the data as JSON, or the table."""
     from revzoo.display.console import print_renderable
 
     if arguments.json:
         print(json.dumps(data, indent=2))
     else:
-        for table in tables:
-            print_renderable(table)
+        print_renderable(table)

@@ -23,7 +23,7 @@ from revzoo.graph.capture import GraphCall
 from revzoo.graph.compiled_call import CompiledCall
 from revzoo.graph.digest import compute_digest
 from revzoo.graph.recovery import cut
-from revzoo.graph.refusal import explain_failures, require_plannable
+from revzoo.graph.refusal import explain_failures, require_plannable, uncompiled
 from revzoo.planning.profiling.clock import Median, combine_spreads, find_median, make_clock, repeat
 from revzoo.runtime.nested import map_tensors, tensors_in
 
@@ -78,7 +78,7 @@ def measure_graphs(module: nn.Module, batch: Any) -> list[tuple[str, CallTimes]]
         return run
 
     require_plannable(module, batch)
-    with memory_errors(), isolated(module, batch) as own_batch, explain_failures(module, own_batch):
+    with memory_errors(), uncompiled(module), isolated(module, batch) as own_batch, explain_failures(module, own_batch):
         call(CompiledCall(module, time_graph), own_batch)
     return times
 

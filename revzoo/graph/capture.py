@@ -21,6 +21,7 @@ from revzoo.analysis.autocast import leave_autocast
 from revzoo.analysis.dry_run import LossFunction, call, compute_loss, isolated, mark_python_streams, require_module
 from revzoo.device import has_value
 from revzoo.errors import InputError
+from revzoo.graph.assumption import assuming
 from revzoo.graph.atoms import Atom, list_written, read_key, split_into_atoms
 from revzoo.graph.compiled_call import CompiledCall, Runner
 from revzoo.graph.digest import SharedInputs, compute_digest, find_shared
@@ -31,6 +32,7 @@ from revzoo.graph.refusal import (
     require_followable,
     require_plannable,
     require_results,
+    uncompiled,
 )
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 from revzoo.runtime.nested import tensors_in
@@ -93,6 +95,7 @@ class Capture:
         with self._made:
             self._made.watch(self.tensors)
             require_results(self.module, self.run(self._note_and_run))
+        self._runner.assumes = self._runner.assumed
         written = set[int]()  # memory that later graphs write to: what has read it would read something else the second time
         for i, (each, keys) in reversed([*enumerate(zip(self.calls, self._keys, strict=True))]):
             stale = {node for node, key in keys.items() if key in written}
@@ -109,6 +112,11 @@ class Capture:
         """Parameters, buffers, batch, and copies of the other tensors that graphs read: attributes, constants."""
         others = (copy for _, copy in self._others.values())
         return [*self.module.parameters(), *self.module.buffers(), *tensors_in(self._batch), *others]
+
+    @property
+    def assumes(self) -> bool:
+        """Whether graphs hold as long as what they assume of the values of the batch is so."""
+        return self._runner.assumes
 
     @property
     def num_atoms(self) -> int:
@@ -131,7 +139,8 @@ class Capture:
 
     def run_own_code(self) -> Any:
         """Call the module without its graphs and return what it returns."""
-        return self._run(self.module)
+        with assuming(self.assumes):
+            return self._run(self.module)
 
     def run_step(
         self, forward: Callable[[], Any], loss: LossFunction | None, end_forward: Callable[[], object] = lambda: None
@@ -233,6 +242,11 @@ def capture(module: nn.Module, batch: Any, *, with_values: bool = False) -> Iter
     """
     require_module(module)
     require_plannable(module, batch)
+    with uncompiled(module):
+        yield from _capture(module, batch, with_values)
+
+
+def _capture(module: nn.Module, batch: Any, with_values: bool) -> Iterator[Capture]:
     tensors = [*module.parameters(), *module.buffers(), *tensors_in(batch)]
     if not with_values and all(t.layout is torch.strided for t in tensors):  # the size of others depends on values
         with isolated(module, batch, fake=True) as fake_batch, closing(Capture(module, fake_batch)) as captured:

@@ -27,14 +27,17 @@ from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
 from torch._dynamo.types import GuardFail
 from torch._dynamo.utils import get_metrics_context, guard_failures
 from torch._dynamo.variables import builder
-from torch._guards import TracingContext
+from torch._guards import CompileContext, TracingContext
 from torch.fx import GraphModule
 from torch.fx.graph_module import _loader
 
+from revzoo.graph.assumption import WrongAnswerError, assuming, run_if, take_out
 from revzoo.graph.expansion import expand_calls
+from revzoo.runtime.compiling import capturing
 
 Runner = Callable[..., Any]
 Compile = Callable[[GraphModule, Sequence[Any]], Runner]
+_waiting = list["_Backend"]()  # to be forgotten when nothing is being compiled
 _SUBMODULE = re.compile(r"\._modules\['(\w+)'\]")  # in the compiler's words
 _MOST_GRAPHS = 1024  # of one piece of code, such as the forward of a class that is not captured in one graph with its caller's
 
@@ -46,6 +49,10 @@ class CompiledCall:
         module: the module.
         compile: gets each graph with its inputs, and returns the function that runs it. It owns neither the module nor this.
         follows_numbers: whether numbers that change become inputs. If not, each value has a graph.
+
+    Attributes:
+        assumes: whether calls are captured with answers to what their code asks of values, as long as these are right.
+        assumed: whether the last call was.
     """
 
     def __init__(self, module: nn.Module, compile: Compile, follows_numbers: bool = False):
@@ -66,6 +73,7 @@ class CompiledCall:
             recompile_limit=_MOST_GRAPHS,
             accumulated_recompile_limit=_MOST_GRAPHS,
         )(torch._dynamo.optimize(backend, guard_fail_fn=backend.note_failure)(function))
+        self.assumes = self.assumed = True
         self.forget = partial(_forget, backend)  # drop what was compiled: the next call compiles anew
         finalize(self, _forget, backend)
 
@@ -75,10 +83,18 @@ class CompiledCall:
         return any(entry.scalar is auto_dynamic for entry in (self.backend.numbers or {}).values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        first = _loader.next_id
-        results = self._run(*args, **kwargs)
-        self.backend.sources += range(first, _loader.next_id)
-        return results
+        first, self.assumed = _loader.next_id, self.assumes
+        try:
+            with capturing(), assuming(self.assumes):
+                return self._run(*args, **kwargs)
+        except WrongAnswerError:
+            self.assumed = False
+            with capturing(), assuming(False):
+                return self._run(*args, **kwargs)
+        finally:
+            self.backend.sources += range(first, _loader.next_id)
+            while _waiting:
+                _forget(_waiting.pop())
 
 
 class _Backend:
@@ -105,16 +121,25 @@ class _Backend:
         if (module := self._module()) is not None:
             for each in (*module.parameters(), *module.buffers()):
                 vars(each).pop("_dynamo_static_input_type", None)  # the compiler's mark
+        conditions = take_out(graph)
         expand_calls(graph)
-        return self._compile(graph, inputs)
+        return partial(run_if, conditions, self._compile(graph, inputs))
 
     def note_failure(self, failure: GuardFail) -> None:
         _, _, condition = failure.reason.partition(": ")
         self.reason = _SUBMODULE.sub(r".\1", condition).partition("  ")[0]
 
 
+def is_own_backend(backend: Any) -> bool:
+    """Return whether a backend of the compiler is that of a `CompiledCall`, or none."""
+    return backend is None or isinstance(backend, _Backend)
+
+
 def _forget(backend: _Backend) -> None:
     """Take out what the compiler has made with a backend: with the module's own functions too, if it ended a graph in them."""
+    if CompileContext.try_get() is not None:  # the garbage collector runs while the compiler reads what would be freed
+        _waiting.append(backend)
+        return
     cached_backends.pop(id(backend), None)
     get_metrics_context()._edits.clear()  # tracebacks, which pile up
     while backend.sources:

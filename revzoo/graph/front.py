@@ -23,15 +23,33 @@ from revzoo.graph.step_record import Record
 
 _POINTS = 2000  # of a front
 _BLOCK = 16  # points that are compared at once
+_NEAR = 1.25  # up to so many times the smallest need of spans alone, the rest takes less work by more than a thousandth
 
 
 def find_front(
-    record: Record, count_flops_only: bool = False, nanoseconds: Sequence[int] | None = None, report: Report = keep_silent
+    record: Record,
+    count_flops_only: bool = False,
+    nanoseconds: Sequence[int] | None = None,
+    report: Report = keep_silent,
+    budget: int | None = None,
 ) -> "Front":
-    """Return the front of all plans of a recorded graph. Arguments are those of `Choices`."""
+    """Return the front of all plans of a recorded graph.
+
+    Args:
+        record, count_flops_only, nanoseconds: as for `Choices`.
+        report: as for `plan_module`.
+        budget: what is looked for. Far above the smallest peak of spans alone, these are searched alone: what several of them
+            make again, and nests, take longest to search.
+    """
     choices = [Choices(record, count_flops_only, nanoseconds)]
-    choices += [Choices(record, count_flops_only, nanoseconds, remade) for remade in list_remade(choices[0])]
     add_spans(choices, report)
+    if budget is not None:
+        front = Front(choices)
+        if budget - record.fixed_bytes > _NEAR * (front.list_points()[0][0] - record.fixed_bytes):
+            return front
+    others = [Choices(record, count_flops_only, nanoseconds, remade) for remade in list_remade(choices[0])]
+    add_spans(others, report)
+    choices += others
     add_nests(choices, report)
     report("planning: sequences of spans")
     return Front(choices)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from threading import local
 from typing import Any, cast
-from weakref import proxy
+from weakref import WeakKeyDictionary, proxy
 
 import torch
 from torch import nn
@@ -23,15 +23,15 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.analysis.chains import find_block_chains, find_chains
-from revzoo.analysis.dry_run import require_module
 from revzoo.errors import PlanError
 from revzoo.file import parse_json
 from revzoo.format import format_bytes, format_seconds, format_spread
 from revzoo.graph.atoms import Atom, list_written, read_key, split_into_atoms
 from revzoo.graph.capture import GraphCall
 from revzoo.graph.compiled_call import CompiledCall, Runner
+from revzoo.graph.compiler import Limit, carry_limit
 from revzoo.graph.digest import SharedInputs, compute_digest, find_shared, name_nodes
-from revzoo.graph.refusal import describe_backward_hooks, describe_modes, require_uncompiled
+from revzoo.graph.refusal import describe_backward_hooks, describe_modes, require_unplanned, unwrap
 from revzoo.graph.spanned_graph import SpannedGraph
 from revzoo.graph.spans import Nest, Spans
 from revzoo.planning.setting import Setting, list_shapes, read_setting
@@ -131,11 +131,17 @@ class ModulePlan:
         total_flops: of one forward and backward that stores everything.
         min_peak_bytes: the smallest peak that was found; None where everything fits, so that nothing was searched.
         no_recompute_peak_bytes: peak of storing everything.
+        left_bytes: of all these peaks, what is no activation: weights, gradients, optimizer state and batch.
+        gradient_bytes: of that, the gradients.
+        loss_bytes: what the loss takes.
         setting: module, batch, dtype and device that the plan holds for.
+        assumes: whether it is for batches without padding, as the planned one, whose attention needs no mask.
         notes: remarks for the reader.
         seconds: of one forward and backward with the plan; None where nothing was timed.
         stored_seconds: of one that stores everything.
         spread: by how much of themselves these seconds differ if they are measured again: the standard error.
+        compiled_activation_bytes: limit of the search in the compiler, as that counts; None: what the budget leaves.
+        compiled_peak_bytes: the peak of the compiled module with that, measured; None where it was not.
     """
 
     graphs: tuple[GraphPlan, ...]
@@ -146,11 +152,17 @@ class ModulePlan:
     total_flops: int
     min_peak_bytes: int | None
     no_recompute_peak_bytes: int
+    left_bytes: int
+    gradient_bytes: int
+    loss_bytes: int
     setting: Setting
+    assumes: bool = True
     notes: tuple[str, ...] = ()
     seconds: float | None = None
     stored_seconds: float | None = None
     spread: float | None = None
+    compiled_activation_bytes: int | None = None
+    compiled_peak_bytes: int | None = None
 
     def apply(self, module: nn.Module, batch: Any = None) -> None:
         """Have the module keep what is planned, from its next call on. Its class, keys and hooks stay as they are.
@@ -163,17 +175,19 @@ class ModulePlan:
             module: the one planned for, or an equal one.
             batch: where given, it must have the shapes and dtypes of the one planned for.
         Raises:
-            InputError: it is compiled.
+            InputError: a part of it has a plan, or is what torch.compile has made of another module.
             PlanError: module, dtype, device, training mode or batch differ from those planned for; names what differs.
         """
-        require_module(module)
-        require_uncompiled(module, may_have_plan=True)
+        module = unwrap(module)
+        require_unplanned(module, may_have_plan=True)
         self.setting.require_same(read_setting(module, batch))
-        planned = _PlannedCall(module, self.graphs, self.setting)
-        restore_call(module)
+        planned = _PlannedCall(module, self.graphs, self.setting, self.assumes)
+        _undo(module)
         if self.drops_something or self.schedules:
-            before = set_schedules(module, {path: list(modes) for path, modes in self.schedules})
-            replace_call(module, planned, lambda: set_schedules(module, before))
+            _schedules_before[module] = set_schedules(module, {path: list(modes) for path, modes in self.schedules})
+            replace_call(module, planned)
+        if self.drops_something or self.schedules or self.compiled_activation_bytes is not None:
+            carry_limit(module, self._limit)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -195,6 +209,13 @@ class ModulePlan:
             return cls(**fields | {"setting": Setting(**fields["setting"])})
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise PlanError(f"{path} is not a saved plan for a module ({error}). plan.save(path) writes one.") from error
+
+    @property
+    def _limit(self) -> Limit:
+        measured, stored = self.compiled_activation_bytes, self.no_recompute_peak_bytes - self.left_bytes
+        activations = self.budget_bytes - self.left_bytes if measured is None else measured
+        sizes = activations, stored, self.gradient_bytes, self.loss_bytes
+        return Limit(self.setting.model, *sizes, is_measured=measured is not None)
 
     @property
     def drops_something(self) -> bool:
@@ -233,10 +254,19 @@ def release(module: nn.Module) -> None:
     Raises:
         InputError: no module.
     """
-    require_module(module)
-    restore_call(module)
+    module = unwrap(module)
+    _undo(module)
     for chain in find_block_chains(module).values():
         chain.end_plan()
+
+
+_schedules_before: WeakKeyDictionary[nn.Module, dict[str, list[Mode]]] = WeakKeyDictionary()
+
+
+def _undo(module: nn.Module) -> None:
+    restore_call(module)
+    carry_limit(module, None)
+    set_schedules(module, _schedules_before.pop(module, {}))
 
 
 def set_schedules(module: nn.Module, schedules: Mapping[str, list[Mode]]) -> dict[str, list[Mode]]:
@@ -255,19 +285,22 @@ class _PlannedCall:
         module: the one that is called.
         plans: of the calls of captured graphs in a forward, in order.
         setting: what they were made for.
+        assumes: as of the plan.
     """
 
-    def __init__(self, module: nn.Module, plans: Sequence[GraphPlan], setting: Setting):
+    def __init__(self, module: nn.Module, plans: Sequence[GraphPlan], setting: Setting, assumes: bool):
         self._module, self._plans, self._setting = module, plans, setting
+        self._parts = [each for each in module.modules() if each is not module]
         take = partial(_PlannedCall._take, cast(_PlannedCall, proxy(self)))
         self._captured = CompiledCall(module, take, follows_numbers=True)
+        self._captured.assumes = assumes
         self._thread = local()
         self._num_variants, self._drops_numbers = 0, False
         self._warned = set[str]()  # of what
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, setting = self._module, self._setting
-        if not torch.is_grad_enabled() or module.training != setting.training:
+        if not torch.is_grad_enabled() or module.training != setting.training or self._has_compiled_part:
             return module._call_impl(*args, **kwargs)
         shapes = list_shapes((args, kwargs))
         if sorted(shapes) != sorted(setting.batch):
@@ -290,6 +323,11 @@ class _PlannedCall:
         if not self._thread.position and self._plans and not must_store():
             self._warn_of_nothing()
         return results
+
+    @property
+    def _has_compiled_part(self) -> bool:
+        """Whether a part is compiled in place. Then the call is not captured: the compiler keeps that part within the limit."""
+        return any(each._compiled_call_impl is not None for each in self._parts)
 
     def _free_frames(self) -> None:
         """Free what the compiler raised where it ended a graph: that holds frames, and these hold tensors."""
@@ -354,6 +392,13 @@ class _PlannedCall:
         return graph.forward if carried is None else SpannedGraph(graph, carried)
 
     def _warn_of_difference(self, received: str = "") -> None:
+        if self._captured.assumes and not self._captured.assumed:
+            self._warn(
+                "padding",
+                f"A call of {self._setting.model} has padding or packed texts, and the planned batch had none. Its attention "
+                "needs a mask, which is not in the plan, so its peak is another. Plan with a batch that has some.",
+            )
+            return
         self._warn(
             "difference",
             f"A call of {self._setting.model} differs from the one that was planned (batch of "

@@ -20,16 +20,18 @@ from revzoo.errors import BudgetError, join_names
 from revzoo.format import format_bytes
 from revzoo.graph.call_times import CallTimes, assign_times, measure_graphs
 from revzoo.graph.capture import Capture, capture
+from revzoo.graph.compiled_peak import fit_compiled, is_measurable
 from revzoo.graph.counted_step import FrontPoint, PlanDetails, SpannedStep, count_own_peak, count_step, describe_step
 from revzoo.graph.front import Front, find_front
 from revzoo.graph.module_plan import GraphPlan, ModulePlan, set_schedules
 from revzoo.graph.progress import Report, keep_silent
-from revzoo.graph.refusal import describe_backward_hooks, describe_modes
+from revzoo.graph.refusal import describe_backward_hooks, describe_modes, unwrap
 from revzoo.graph.spans import Spans
 from revzoo.graph.step_record import Record, record
 from revzoo.planning.budget import count_model_bytes, parse_budget
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.attributes import preserve_generators
+from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.mode import Mode
 
 Schedules = Mapping[str, list[Mode]]
@@ -45,6 +47,7 @@ def plan_module(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     profile: bool = False,
+    compiled: bool | None = None,
     report: Report = keep_silent,
 ) -> tuple[ModulePlan, PlanDetails]:
     """Return the plan with the least work whose counted peak is within the budget, and what its step does call by call.
@@ -58,16 +61,21 @@ def plan_module(
         loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
         profile: run the module's calls a few times on its device, and choose by their times instead of FLOPs and moved bytes;
             schedules of reversible chains in it are compared by FLOPs.
+        compiled: the budget is for the compiled module: it is compiled, as it is or by Inductor, and a step measured, three
+            times at most. None: where it is compiled, has values, and one process holds it.
         report: is told now and then what is being done, for a status line.
     Raises:
         InputError: a module, batch, optimizer or budget that cannot be used.
         BudgetError: no plan fits; names the smallest budget that would.
         MemoryError: with `profile`, not even the forward fits.
     """
-    setting, taken = read_setting(module, batch), count_optimizer(module, optimizer)
+    given, module = module, unwrap(module)
+    if compiled is None:
+        compiled = budget is not None and is_compiled(given) and is_measurable(module, batch)
+    setting, taken, limit = read_setting(module, batch), count_optimizer(module, optimizer), None
     if budget is not None:
         device = next(module.parameters()).device
-        budget = parse_budget(budget, device, count_model_bytes(module))  # a wrong one is refused before anything is captured
+        limit = parse_budget(budget, device, count_model_bytes(module))  # a wrong one is refused before anything is captured
     base: Record | None = None
     plans: list[tuple[ModulePlan, PlanDetails]] = []
     refusals: list[tuple[int, BudgetError]] = []
@@ -81,15 +89,23 @@ def plan_module(
                 times = None if measured is None else assign_times(measured, captured.calls)
                 planner = _Planner(captured, step, base, taken, loss, setting, schedules, times, report)
                 try:
-                    if (plan := planner.plan(budget)) is not None:
+                    if (plan := planner.plan(limit)) is not None:
                         plans.append(plan)
                 except BudgetError as error:
                     refusals.append((planner.least_peak, error))
-            if budget is not None and step is base and planner.stored_peak <= budget:
+                    if compiled and limit is not None and planner.update_peak <= limit:
+                        plans.append(planner.plan_least())
+            if limit is not None and step is base and planner.stored_peak <= limit:
                 break  # nothing takes less work
     if not plans:
         raise min(refusals, key=lambda each: each[0])[1]
-    best, details = min(plans, key=lambda each: each[0].peak_bytes if budget is None else each[0].extra_flops)
+    if limit is None:
+        best, details = min(plans, key=lambda each: each[0].peak_bytes)
+    else:
+        best, details = min(plans, key=lambda each: (each[0].peak_bytes > limit, each[0].extra_flops))
+        if compiled:
+            report("planning: compiling")
+            best = fit_compiled(replace(best, budget_bytes=limit), given, batch, loss, taken.update)
     peaks = [*(each.min_peak_bytes or each.peak_bytes for each, _ in plans), *(least for least, _ in refusals)]
     return replace(best, min_peak_bytes=min(peaks)) if len(peaks) > 1 else best, details
 
@@ -227,10 +243,19 @@ class _Planner:
         plan, details = self._make_plan(nothing, counted, budget, notes, is_searched=False)
         return replace(plan, peak_bytes=peak), details
 
+    def plan_least(self) -> tuple[ModulePlan, PlanDetails]:
+        """Return the plan with the smallest peak, which is above the budget."""
+        return self._make_plan(*self.least, self.least_peak)
+
     @property
     def stored_peak(self) -> int:
         """The peak of storing everything, but for chains whose schedules do not."""
         return self._add_optimizer(self.step.peak_bytes)
+
+    @property
+    def update_peak(self) -> int:
+        """The peak of the optimizer's update."""
+        return self._add_optimizer(0)
 
     @cached_property
     def front(self) -> Front:
@@ -278,7 +303,7 @@ class _Planner:
         A count may be above what was predicted, so the smallest plan is counted, too, before a budget is refused.
         """
         predicted = [peak for peak, _ in self.front.list_points()]
-        room = budget - self.optimizer.state if self._add_optimizer(0) <= budget else 0
+        room = budget - self.optimizer.state if self.update_peak <= budget else 0
         number = bisect_right(predicted, room)
         while number > 1:
             spans = self.front.make_spans(self.front.choose(predicted[number - 1]) or ())
@@ -293,7 +318,7 @@ class _Planner:
         fixed = format_bytes(self.step.fixed_bytes + self.optimizer.state)
         least = self.least_peak
         where, remedy = self.front.name_bottleneck(), "Try a smaller batch, autocast, or an optimizer of less state."
-        if least == self._add_optimizer(0):
+        if least == self.update_peak:
             where, remedy = "at the optimizer's update", "Try foreach=False, or an optimizer of less state."
         raise BudgetError(
             f"No plan fits {format_bytes(budget)}: at least {format_bytes(least)} ({least} bytes) are needed, {where}. Of "
@@ -318,7 +343,11 @@ class _Planner:
             total_flops=self.base.total_flops,
             min_peak_bytes=min(self.least_peak, peak) if is_searched else None,
             no_recompute_peak_bytes=self._add_optimizer(self.base.peak_bytes),
+            left_bytes=self.step.left_bytes + state,
+            gradient_bytes=self.step.left_bytes - self.step.fixed_bytes,
+            loss_bytes=self.step.loss_bytes,
             setting=self.setting,
+            assumes=self.captured.assumes,
             notes=(*notes, *self._describe(self.front.lost_work if is_searched else 0)),
             seconds=seconds,
             stored_seconds=stored_seconds,

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from revzoo.analysis.chains import find_block_chains
-from revzoo.analysis.dry_run import call
+from revzoo.analysis.dry_run import call, require_module
 from revzoo.analysis.fake_tensors import silence_failures
 from revzoo.errors import InputError, join_names
 from revzoo.format import format_dtype
@@ -27,8 +27,14 @@ _OPERATOR = re.compile(r"HigherOrderOperator (\w+)")
 _REASON = re.compile(r"got \w+\(['\"](.*)['\"]\)")  # of a failure, in the compiler's words
 
 
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module that torch.compile was given, or the module itself. Raise InputError if it is none."""
+    require_module(module)
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
 def require_plannable(module: nn.Module, batch: Any) -> None:
-    """Raise InputError if the module or a part of it is compiled, runs with a plan, or has blocks that were made reversible.
+    """Raise InputError if a part of the module is compiled apart, runs with a plan, or has blocks that were made reversible.
 
     Also if nothing can be differentiated: in inference mode, or with tensors that were made there.
     """
@@ -37,7 +43,7 @@ def require_plannable(module: nn.Module, batch: Any) -> None:
             f"The blocks of {path} were made reversible by reversible_: what is planned are their modes, with "
             "revzoo.plan(module, batch, budget). For a plan of its graph make it ordinary again: revzoo.ordinary_(module)."
         )
-    require_uncompiled(module)
+    require_unplanned(module)
     tensors = [*module.parameters(), *module.buffers(), *tensors_in(batch)]
     if torch.is_inference_mode_enabled() or any(t.is_inference() for t in tensors):
         raise InputError(
@@ -46,8 +52,8 @@ def require_plannable(module: nn.Module, batch: Any) -> None:
         )
 
 
-def require_uncompiled(module: nn.Module, may_have_plan: bool = False) -> None:
-    """Raise InputError if the module or a part of it is compiled, by torch.compile or torch.jit, or has a plan.
+def require_unplanned(module: nn.Module, may_have_plan: bool = False) -> None:
+    """Raise InputError if a part of the module has a plan, or is what torch.compile or torch.jit has made of another module.
 
     Args:
         module: the module.
@@ -58,11 +64,24 @@ def require_uncompiled(module: nn.Module, may_have_plan: bool = False) -> None:
             path = f"module.{name}" if name else "module"
             if each is not module or not may_have_plan:
                 raise InputError(f"{path} has a plan already. Call revzoo.release({path}) first.")
-        elif each._compiled_call_impl is not None or isinstance(each, OptimizedModule | torch.jit.ScriptModule):
+        elif isinstance(each, OptimizedModule | torch.jit.ScriptModule):
             raise InputError(
-                f"A plan runs the calls of a module one by one, so that none may be compiled. Received: compiled "
-                f"{name or 'the module'}. Give it as it was before torch.compile or torch.jit, or train without a plan."
+                f"Only the code of a module can be planned, not what torch.jit has made of it, or torch.compile of a part. "
+                f"Received: compiled {name or 'module'}. Give it as it was, and compile the part in place: part.compile()."
             )
+
+
+@contextmanager
+def uncompiled(module: nn.Module) -> Iterator[None]:
+    """Run a module as if neither it nor a part of it were compiled in place."""
+    calls = {each: each._compiled_call_impl for each in module.modules() if each._compiled_call_impl is not None}
+    for each in calls:
+        each._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for each, own in calls.items():
+            each._compiled_call_impl = own
 
 
 def require_arguments(module: nn.Module, batch: Any) -> None:

@@ -17,6 +17,7 @@ from revzoo.graph.span_choices import Choices, Remade
 
 _MOST = 3  # tensors of a set, besides what they are made from
 _LEAST_SHARE = 100  # a tensor is considered if it is at least such a part of the stored activations
+_LONGEST = 10  # spans that are no longer than such a part of the calls keep what they read
 _CHEAP = 10  # making it again through products may take such a part of the forward
 
 
@@ -60,8 +61,9 @@ def _list_largest(choices: Choices) -> dict[int, _Recipe]:
         if len(recipes) == _MOST or size[k] * _LEAST_SHARE < record.peak_bytes - record.fixed_bytes:
             break
         is_read_later = storage.last_use > max(storage.saved_by, default=storage.last_use)  # by what does not save it
+        is_far = (storage.last_use - storage.born) * _LONGEST > len(record.atoms)
         is_part = any(k in recipe.storages for recipe in recipes.values())
-        if is_read_later and not is_part and k not in choices.always and not record.flops[storage.born]:
+        if is_read_later and is_far and not is_part and k not in choices.always and not record.flops[storage.born]:
             recipe = _find_recipe(choices, k, frozenset())
             if recipe is not None and recipe.count_bytes(choices) <= size[k]:
                 recipes[k] = recipe

@@ -1,7 +1,7 @@
 """What of a captured graph is kept from forward to backward, and how the rest is recovered, span by span."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Node
@@ -46,6 +46,11 @@ class Spans:
     def keep_all(cls, atoms: Sequence[Atom]) -> "Spans":
         """Return one span that keeps everything."""
         return cls(atoms, [len(atoms)], frozenset(node for a in atoms for node in a.makes), frozenset(range(len(atoms))))
+
+    def rename(self, nodes: Mapping[Node, Node]) -> "Spans":
+        """Return those of a copy of the graph."""
+        nests = [replace(nest, handed=frozenset(map(nodes.__getitem__, nest.handed))) for nest in self.nests]
+        return replace(self, kept=frozenset(map(nodes.__getitem__, self.kept)), nests=nests)
 
     def take(self, numbers: range) -> "Spans":
         """Return those of some consecutive atoms, across whose ends no span goes."""

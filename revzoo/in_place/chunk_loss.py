@@ -18,12 +18,14 @@ from revzoo.block_steps.conventions import look_for_state
 from revzoo.dtype import HALF
 from revzoo.errors import ConversionError, InputError, UnknownNameError
 from revzoo.format import format_bytes
-from revzoo.runtime.chunked_loss import choose_chunk, refuse_mixing, require_chunk
-from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
+from revzoo.runtime.chunk_size import choose_chunk
+from revzoo.runtime.chunked_loss import refuse_mixing, require_chunk
+from revzoo.runtime.compiling import exclude_from_compilation, is_exporting, is_traced
 from revzoo.runtime.lazy_logits import LazyLogits, WholeLogitsWarning
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.ownership import ModuleReference
+from revzoo.runtime.traced_logits import TracedLogits
 from revzoo.runtime.transforms import must_store
 
 _TOLERANCE, _TOLERANCE_IN_HALF = 1e-4, 0.05  # of loss and gradients, relative; many networks compute the loss in float32
@@ -128,6 +130,7 @@ class ChunkedHead:
     def __init__(self, module: nn.Module, name: str, chunk: int | None, owner: nn.Module | None):
         self._module, self._name, self._chunk, self._owner = ModuleReference(module), name, chunk, ModuleReference(owner)
         self._own_forward: Callable[..., Tensor] | None = module.__dict__.get("forward")
+        self._is_own = False  # whether the head returns its own logits
         self.latest: torch.Size | None = None  # the shape of the latest logits that were not made
 
     def install(self) -> None:
@@ -159,9 +162,37 @@ class ChunkedHead:
         assert module is not None
         return module
 
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Return logits: lazy ones in training, those that are traced in code that is compiled."""
+        if not self._is_own and not is_traced():
+            return self._call(*args, **kwargs)
+        module, own = self.module, self._own_forward
+        has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+        if self._is_own or has_hooks or not module.training or not torch.is_grad_enabled() or len(args) != 1 or kwargs:
+            return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+        self._require_single_tokens(args[0].shape[-1])
+        return TracedLogits(self.run_own, module, args[0], self._chunk)
+
+    def _require_single_tokens(self, channels: int) -> bool:
+        """Raise InputError if the head mixes tokens. It runs while the code that calls it is compiled."""
+        like = next(self.module.parameters(), torch.empty(0))
+        tokens = torch.randn(2, 2, channels, dtype=like.dtype, device=like.device)
+        refuse_mixing(self.module, self._name, lambda hidden: self.run_own({}, hidden), tokens)
+        return True
+
+    _require_single_tokens._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as by torch.compiler.assume_constant_result
+
+    def run_own(self, parameters: dict[str, Tensor], hidden: Tensor) -> Tensor:
+        """Return the head's own logits, with these in place of its parameters."""
+        self._is_own = True
+        try:
+            logits: Tensor = torch.func.functional_call(self.module, parameters, (hidden,))
+        finally:
+            self._is_own = False
+        return logits
+
     @exclude_from_compilation
-    def call(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return logits: lazy ones in training."""
+    def _call(self, *args: Any, **kwargs: Any) -> Tensor:
         module = self.module
         run = self._own_forward or type(module).forward.__get__(module)
         hidden, key = look_for_state(module, args, kwargs)

@@ -15,30 +15,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from revzoo.device import has_value
 from revzoo.dtype import HALF
 from revzoo.errors import InputError
-from revzoo.runtime.compiling import exclude_from_compilation
+from revzoo.runtime.chunk_size import choose_chunk
+from revzoo.runtime.compiling import exclude_from_compilation, is_traced
 from revzoo.runtime.independence import OF_MODULES, find_known_mixing, find_mixing
 from revzoo.runtime.inventory import take_inventory
 from revzoo.runtime.ownership import is_held_alone
 from revzoo.runtime.tiles import Tile
+from revzoo.runtime.traced_logits import TracedLogits
 from revzoo.sharded import is_sharded
 
 Head = Callable[[Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 Reduction = Literal["mean", "sum", "none"]
 
-CHUNK_BYTES = 256 * 2**20  # at most
-_BYTES = 8  # of an output and token: the logit in float32, and its logarithm of the softmax, which the loss keeps
-_CHUNKS, _LEAST = 8, 64  # so many chunks at least, if each then has that many tokens: fewer are slow, and save little more
 _TRIED = 64  # tokens, of each of the first two texts
 _UNKNOWN_WIDTH = 2**18  # outputs of a head without parameters of its own, before it was called
 
 
-@exclude_from_compilation
 def chunked_loss(
     head: Head,
     hidden: Tensor,
@@ -76,6 +75,26 @@ def chunked_loss(
         host waits for a GPU once, to know how many labels count.
     Source: Liger (arXiv:2410.10989) computes gradients in forward, too; Cut Cross-Entropy (arXiv:2411.09009).
     """
+    if is_traced() and type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks or loss or z_loss):
+        logits, targets = TracedLogits(partial(functional_call, head), head, hidden, chunk).flatten(0, -2), labels.flatten()
+        options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+        losses: Tensor = F.cross_entropy(logits, targets, **options)
+        return losses.view(labels.shape) if reduction == "none" else losses
+    return _compute_uncompiled(head, hidden, labels, loss, reduction, ignore_index, label_smoothing, z_loss, chunk)
+
+
+@exclude_from_compilation
+def _compute_uncompiled(
+    head: Head,
+    hidden: Tensor,
+    labels: Tensor,
+    loss: Loss | None,
+    reduction: Reduction,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    chunk: int | None,
+) -> Tensor:
     _require(head, hidden, labels, reduction, chunk)
     if loss is None:
         loss = partial(cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss)
@@ -142,11 +161,6 @@ def compute_in_chunks(
     if reduction == "mean":  # divided here: gradients of a mean would be smaller than what float16 has
         total = total / max(count, 1)
     return total if count or reduction == "sum" else total + float("nan")  # as in PyTorch, also in that gradients are zero
-
-
-def choose_chunk(width: int, count: int) -> int:
-    """Return how many of `count` tokens are in a chunk of a head with `width` outputs."""
-    return max(min(CHUNK_BYTES // (_BYTES * width), max(-(-count // _CHUNKS), _LEAST)), 1)
 
 
 class _Tokens:

@@ -1,7 +1,8 @@
 """What the runtime has to know of torch.compile, without importing the compiler, which takes longer than PyTorch itself."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,6 +15,7 @@ R = TypeVar("R")
 FunctionCompiler = Callable[[Callable[P, R]], Callable[P, R]]
 
 _COMPILER = "torch._dynamo"
+_captures = False  # whether graphs are captured for a plan
 
 
 def exclude_from_compilation(function: Callable[P, R]) -> Callable[P, R]:
@@ -51,6 +53,22 @@ def is_exporting() -> bool:
     `torch.compiler.is_exporting` does too, but that of PyTorch 2.11 also returns True under torch.compile.
     """
     return torch.compiler._is_exporting_flag
+
+
+def is_traced() -> bool:
+    """Return whether torch.compile is tracing for a graph that it compiles; a plan captures graphs that run call by call."""
+    return torch.compiler.is_compiling() and not is_exporting() and not _captures
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Say inside that a plan captures graphs."""
+    global _captures
+    before, _captures = _captures, True
+    try:
+        yield
+    finally:
+        _captures = before
 
 
 def is_compiled(function: Callable[..., Any]) -> bool:

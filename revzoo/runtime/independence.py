@@ -92,7 +92,7 @@ def find_mixing(
         return reason
     key, length = (dim, size, kind, describe_code(inventory.modules)), x.shape[dim]
     tried, reason = inventory.tested.get(key, (-1, None))
-    if reason is not None or length <= tried or is_capturing() or torch.compiler.is_compiling():
+    if reason is not None or length <= tried or is_capturing() or torch.compiler.is_dynamo_compiling():
         return reason
     if can_tell(x):
         with on_trial(inventory, x.device):

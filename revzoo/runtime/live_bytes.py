@@ -180,6 +180,8 @@ class LiveBytesOfReplacedCalls(LiveBytes):
     The backend there runs each torch call as it is, so that this sees all of them.
     """
 
+    supports_higher_order_operators = True  # those that draw random numbers again
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True

@@ -21,7 +21,7 @@ from revzoo.runtime.mode import MODES
 from revzoo.spec.tree import OVERRIDE
 from revzoo.training.memory import count_step, find_multiple
 from revzoo.training.options import Recipe
-from revzoo.training.planned_step import WholeStep
+from revzoo.training.planned_step import PlannedStep
 from revzoo.training.recipe import load_recipe
 from revzoo.training.run import Run
 from revzoo.training.setup import build_run
@@ -62,7 +62,7 @@ def settle_batch_size(
 
 def _choose(run: Run, low: int, high: int | None, report: Callable[[str], object]) -> tuple[int, str]:
     """Return the number of examples, and why it is this number."""
-    recipe, pairs, step = run.recipe, find_multiple(run), WholeStep(run)
+    recipe, pairs, step = run.recipe, find_multiple(run), PlannedStep(run)
     most = min(high or run.data.num_train // (_LEAST_UPDATES * recipe.train.accumulate), run.data.num_train) // pairs
     least, most = -(-low // pairs), max(most, 1)
     budget = recipe.memory.budget
@@ -84,7 +84,7 @@ def _choose(run: Run, low: int, high: int | None, report: Callable[[str], object
 
 def _count_least(run: Run, size: int) -> int:
     """Return the bytes of a step in the mode that takes least."""
-    return min(report.peak_bytes for report in WholeStep(run, size).measure_modes(MODES)[0].values())
+    return min(report.peak_bytes for report in PlannedStep(run, size).measure_modes(MODES)[0].values())
 
 
 def _find_fastest(run: Run, least: int, most: int, limit: int, report: Callable[[str], object]) -> tuple[int, str]:
@@ -95,7 +95,7 @@ def _find_fastest(run: Run, least: int, most: int, limit: int, report: Callable[
 
     def look_at(number: int) -> tuple[float, int]:
         report(f"looking for the fastest batch size: {number * pairs}")
-        step = WholeStep(run, number * pairs)
+        step = PlannedStep(run, number * pairs)
         return step.measure_seconds(step.plan(limit)), number
 
     measured = search_sizes(look_at, least, most)

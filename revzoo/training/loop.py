@@ -34,7 +34,7 @@ from revzoo.training.interrupt import Interrupted
 from revzoo.training.memory import describe_memory, explain_lack_of_memory
 from revzoo.training.options import Recipe
 from revzoo.training.origin import check_changes, needs_new_plan
-from revzoo.training.planned_step import WholeStep
+from revzoo.training.planned_step import PlannedStep
 from revzoo.training.processes import call_on_main, count_restarts, describe_division, follow_launcher, make_accelerator
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
@@ -197,7 +197,7 @@ def _print_memory(run: Run, *, table: bool = False) -> None:
     try:
         with show_status("counting memory", shown=run.accelerator.is_main_process):
             line = call_on_main(run.accelerator, lambda: describe_memory(run))
-            modes = WholeStep(run).measure_modes() if table and run.accelerator.is_main_process else None
+            modes = PlannedStep(run).measure_modes() if table and run.accelerator.is_main_process else None
     except MissingValueError as error:
         if run.recipe.train.cuda_graph:
             raise run.recipe.error("train.cuda_graph", "true", f"false: {error}") from error

@@ -13,7 +13,7 @@ from revzoo.format import format_bytes
 from revzoo.planning.budget import parse_budget
 from revzoo.planning.fit import explain_shortage, require_fit
 from revzoo.runtime.mode import MODES, Mode
-from revzoo.training.planned_step import WholeStep
+from revzoo.training.planned_step import PlannedStep
 from revzoo.training.run import Run
 from revzoo.training.run_plan import count_sharing
 
@@ -25,7 +25,7 @@ def describe_memory(run: Run) -> str:
         BudgetError: it takes more than is free; the error says what fits.
         MissingValueError: the network asks for values, so it cannot be counted.
     """
-    step = WholeStep(run)
+    step = PlannedStep(run)
     reports, _ = step.measure_modes((AS_IT_IS, Mode.STORE))
     peak = reports[AS_IT_IS].peak_bytes
     require_fit(
@@ -66,7 +66,7 @@ def explain_lack_of_memory(run: Run) -> Iterator[None]:
 def _explain(run: Run, received: str) -> str:
     device, size = run.accelerator.device, run.batch_size
     taken = count_step(run, size)
-    limit = parse_budget("auto", device, WholeStep(run).present_bytes, sharing=count_sharing(run))
+    limit = parse_budget("auto", device, PlannedStep(run).present_bytes, sharing=count_sharing(run))
     limit = min(limit, taken * 9 // 10)
     words, others = f"memory ran out ({received})", _suggest_budget(run, limit)
     return explain_shortage(partial(count_step, run), size, _name_batch(run), limit, words, others, taken, find_multiple(run))
@@ -84,7 +84,7 @@ def find_multiple(run: Run) -> int:
 
 def count_step(run: Run, size: int) -> int:
     """Return the bytes of a step with the run's schedule and another batch size."""
-    return WholeStep(run, size).measure_modes((AS_IT_IS,))[0][AS_IT_IS].peak_bytes
+    return PlannedStep(run, size).measure_modes((AS_IT_IS,))[0][AS_IT_IS].peak_bytes
 
 
 def _suggest_budget(run: Run, limit: int) -> list[str]:
@@ -92,5 +92,5 @@ def _suggest_budget(run: Run, limit: int) -> list[str]:
     recipe = run.recipe
     if recipe.memory.budget is not None or recipe.train.cuda_graph or recipe.coupling is not None:
         return []
-    peaks = [report.peak_bytes for report in WholeStep(run).measure_modes(MODES)[0].values()]
+    peaks = [report.peak_bytes for report in PlannedStep(run).measure_modes(MODES)[0].values()]
     return ["memory.budget=auto"] if len(peaks) > 1 and min(peaks) <= limit else []

@@ -134,10 +134,7 @@ _CHANGEABLE = (
 )
 _FIXED = ("train.accumulate", "train.freeze", "train.seed")
 # Of what can change, what a plan depends on.
-_PLANNED = (
-    *("memory", "mixup", "model.exact", "model.tiles", "train.mixed_precision"),
-    *("train.offload", "train.optimizer_in_backward", "train.shard"),
-)
+_PLANNED = ("memory", "mixup", "model.exact", "model.tiles", "train.mixed_precision", "train.optimizer_in_backward")
 _WITHOUT_END = ("constant", "step", "multistep")  # schedules that do not depend on where a run ends
 
 

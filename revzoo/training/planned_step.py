@@ -7,7 +7,6 @@ an optimizer inside backward each gradient counts as long as it is there. The pl
 runs have no budget, and only print the table of memory.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,15 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revzoo.analysis.autocast import leave_autocast
 from revzoo.analysis.chains import assign_tiles, preserve_schedules
 from revzoo.analysis.dry_run import accumulated_gradients, memory_errors, updates_in_backward
-from revzoo.analysis.optimizer_step import copy_optimizer, count_optimizer, count_updates_apart
+from revzoo.analysis.optimizer_step import count_optimizer, count_updates_apart
 from revzoo.analysis.report import MemoryReport
 from revzoo.analysis.step_memory import measure_modes
 from revzoo.data.random import seeded
-from revzoo.model.builder import build
-from revzoo.model.model import Model
 from revzoo.planning.plan import Plan
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.lookahead import LookaheadOption
@@ -33,18 +29,20 @@ from revzoo.training.run import Run
 _SCALAR_BYTES = 8 + 4  # the sum of an epoch's losses; a batch's loss, and the same divided by the batches of an update
 
 
-class PlannedStep(ABC):
-    """What both kinds of step have: the batch, the loss, and the circumstances that a plan holds for.
+class PlannedStep:
+    """The step of a process that has the whole network.
 
     Args:
         run: the run.
         batch_size: examples of a batch of this process; None: the run's.
+        setting: what a plan holds for.
+        lookahead: that a plan is asked for.
+        present_bytes: on the device already, and part of what a budget is for.
     """
 
-    present_bytes: int  # on the device already, and part of what a budget is for
-    lookahead: LookaheadOption  # that a plan is asked for
-
     def __init__(self, run: Run, batch_size: int | None = None):
+        from revzoo.planning.budget import count_model_bytes
+
         self._run = run
         recipe, device = run.recipe, run.accelerator.device
         with seeded(recipe.train.seed):
@@ -55,45 +53,26 @@ class PlannedStep(ABC):
         self._batch, self._targets = self._batch.to(device), targets.to(device)
         ahead = self._batch.nbytes + labels.nbytes if device.type == "cpu" else 0
         soft = 0 if targets is labels else targets.nbytes
-        self._beside_bytes = ahead + labels.nbytes + soft + _SCALAR_BYTES
+        beside = ahead + labels.nbytes + soft + _SCALAR_BYTES
         self._accumulates = recipe.train.accumulate > 1
         with run.accelerator.autocast():
             self.setting: Setting = read_setting(run.model, self._batch)
-
-    @abstractmethod
-    def plan(self, limit: int) -> Plan:
-        """Return the plan for a budget [bytes]. Raises BudgetError if no schedule fits."""
-
-    @abstractmethod
-    def count_peak(self, plan: Plan) -> int:
-        """Return the peak of the step with a plan's schedule [bytes]."""
-
-    def _loss(self, outputs: Any) -> Tensor:
-        return self._run.loss(outputs, self._targets)
-
-
-class WholeStep(PlannedStep):
-    """The step of a process that has the whole network."""
-
-    def __init__(self, run: Run, batch_size: int | None = None):
-        from revzoo.planning.budget import count_model_bytes
-
-        super().__init__(run, batch_size)
         model, optimizer = run.model, run.optimizer
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         averaged = 0 if run.ema is None else count_model_bytes(run.ema.module)
         buckets = gradients if run.accelerator.num_processes > 1 else 0
-        self.lookahead = run.recipe.memory.lookahead
+        self.lookahead: LookaheadOption = recipe.memory.lookahead
         # One that updates inside backward makes no update after it: what it takes is counted by `_treat_gradients`.
-        in_backward = run.recipe.train.optimizer_in_backward
+        in_backward = recipe.train.optimizer_in_backward
         state = count_optimizer(model, optimizer).state if in_backward or optimizer.state else 0
         self._optimizer = None if in_backward else optimizer
         self._updates = count_updates_apart(model, optimizer) if in_backward else None
-        self._run_bytes = averaged + buckets + self._beside_bytes
+        self._run_bytes = averaged + buckets + beside
         self._other_bytes = self._run_bytes + (state if in_backward else 0)
         self.present_bytes = count_model_bytes(model) + averaged + buckets + (state if optimizer.state else 0)
 
     def plan(self, limit: int) -> Plan:
+        """Return the plan for a budget [bytes]. Raises BudgetError if no schedule fits."""
         from revzoo.planning.planner import profile_and_plan
 
         with self._treat_gradients():
@@ -112,6 +91,7 @@ class WholeStep(PlannedStep):
         return plan
 
     def count_peak(self, plan: Plan) -> int:
+        """Return the peak of the step with a plan's schedule [bytes]."""
         from revzoo.planning.profiling.count import count_peak
 
         model = self._run.model
@@ -144,81 +124,11 @@ class WholeStep(PlannedStep):
                 modes=modes,
             )
 
+    def _loss(self, outputs: Any) -> Tensor:
+        return self._run.loss(outputs, self._targets)
+
     def _treat_gradients(self) -> AbstractContextManager[None]:
         """Let every step inside the block begin and end with the gradients that there are in training."""
         if self._updates is not None:
             return updates_in_backward(self._run.model, self._updates)
         return accumulated_gradients(self._run.model) if self._accumulates else nullcontext()
-
-
-class DividedStep(PlannedStep):
-    """The step of the first of the processes that divide the network; it has the largest part of everything.
-
-    Look-ahead steps aside where parameters are divided, so no plan has it.
-    """
-
-    lookahead: LookaheadOption = 0
-
-    def __init__(self, run: Run):
-        from revzoo.planning.ranks.division import Division, count_rank_bytes
-
-        super().__init__(run)
-        assert run.mesh is not None
-        division = Division.of(run.mesh)
-        self._whole = _build_whole_model(run.model)
-        optimizer = _copy_optimizer_for(self._whole, run)
-        held = count_rank_bytes(self._whole, division, optimizer)
-        model_bytes = held.buffers + held.weights
-        averaged = 0 if run.ema is None else model_bytes
-        self._circumstances: dict[str, Any] = {
-            "division": division,
-            "optimizer": optimizer,
-            "loss": self._loss_outside,
-            "other_bytes": averaged + self._beside_bytes,
-            "precision": run.recipe.train.mixed_precision,
-            "accumulate": self._accumulates,
-            "mesh": run.mesh,
-        }
-        self.present_bytes = model_bytes + averaged + (held.optimizer.state if run.optimizer.state else 0)
-
-    def plan(self, limit: int) -> Plan:
-        from revzoo.planning.ranks.rank_plan import plan_ranks
-
-        solver = self._run.recipe.memory.solver
-        with self._run.accelerator.autocast():
-            made, _ = plan_ranks(self._whole, self._batch, limit, solver=solver, setting=self.setting, **self._circumstances)
-        return made.plan
-
-    def count_peak(self, plan: Plan) -> int:
-        from revzoo.planning.ranks.rank_plan import count_rank_peak
-
-        with self._run.accelerator.autocast():
-            return count_rank_peak(self._whole, self._batch, plan.schedule, **self._circumstances)
-
-    def _loss_outside(self, outputs: Any) -> Tensor:
-        """Return the loss, which training computes outside of autocast."""
-        with leave_autocast():
-            return self._loss(outputs)
-
-
-def make_planned_step(run: Run) -> PlannedStep:
-    """Return the training step of a run as it is planned; nothing here waits for another process."""
-    return WholeStep(run) if run.mesh is None else DividedStep(run)
-
-
-def _build_whole_model(divided: Model) -> Model:
-    """Return the network of a divided one before it was divided, on the meta device."""
-    with torch.device("meta"):
-        model = build(divided.spec).to(next(divided.parameters()).dtype)
-    model.exact = divided.exact
-    for p, shard in zip(model.parameters(), divided.parameters(), strict=True):
-        p.requires_grad_(shard.requires_grad)
-    return model.train(divided.training)
-
-
-def _copy_optimizer_for(model: Model, run: Run) -> torch.optim.Optimizer:
-    """Return the run's optimizer, without its state, for the parameters of an equal model."""
-    equals = {id(p): equal for p, equal in zip(run.model.parameters(), model.parameters(), strict=True)}
-    optimizer = getattr(run.optimizer, "optimizer", run.optimizer)  # Accelerate wraps it
-    groups = [{**group, "params": [equals[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-    return copy_optimizer(optimizer, groups)

@@ -105,7 +105,6 @@ def _list_basic_rules(get: Callable[[str], Any]) -> list[_Rule]:
         (mixes and is_odd, "data.batch_size", "an even number: mixup pairs the images of a batch"),
         (mixes and is_unmixed, "mixup", "mixup_alpha or cutmix_alpha above 0, or null for neither"),
         (plans_tiles and get("memory.budget") is None, "model.tiles", "a number without memory.budget"),
-        (plans_tiles and get("train.shard") not in (None, "none"), "model.tiles", "1 with train.shard"),
         (plans_tiles and isinstance(batch, str), "data.batch_size", "a number with model.tiles: auto"),
     ]
 
@@ -135,6 +134,7 @@ def _list_update_rules(get: Callable[[str], Any]) -> list[_Rule]:
     clips, looks_ahead = get("train.clip_grad") is not None, get("memory.lookahead") not in (None, 0)
     alone = "false with train.shard: the processes add up their gradients before an update"
     whole = "with train.shard: none, or train.shard: full"
+    planned = "null with train.shard: model.schedule says what is kept"
     return [
         (in_backward and accumulates, "train.accumulate", f"1 {inside}, which keeps no gradient for another batch"),
         (in_backward and clips, "train.clip_grad", f"null {inside}: the norm is that of all gradients"),
@@ -152,6 +152,7 @@ def _list_update_rules(get: Callable[[str], Any]) -> list[_Rule]:
         (graph and get("coupling") is not None, "coupling", f"null {captured}: a graph has the first coupling"),
         (get("train.offload") is True and not divides, "train.offload", f"false {whole}"),
         (divides and is_fp16, "train.mixed_precision", "bf16 or 'no' with train.shard"),
+        (divides and get("memory.budget") is not None, "memory.budget", planned),
     ]
 
 

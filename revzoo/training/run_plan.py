@@ -17,7 +17,7 @@ from revzoo.file import write_atomically
 from revzoo.format import format_bytes
 from revzoo.planning.budget import parse_budget
 from revzoo.planning.plan import Plan
-from revzoo.training.planned_step import PlannedStep, make_planned_step
+from revzoo.training.planned_step import PlannedStep
 from revzoo.training.processes import call_on_all, call_on_main
 from revzoo.training.run import Run
 
@@ -44,7 +44,7 @@ def apply_plan(run: Run, *, anew: bool = False) -> Plan | None:
         run.model.lookahead = run.recipe.memory.lookahead
         return None
     with _first_coupling(run):
-        step = call_on_all(lambda: make_planned_step(run))
+        step = call_on_all(lambda: PlannedStep(run))
         limit = min(gather_object([call_on_all(lambda: _find_limit(run, step))]))
         has_plan = not anew and run.folder.plan.exists()
         plan = call_on_main(run.accelerator, lambda: _read_plan(run, step, limit) if has_plan else _make_plan(run, step, limit))

@@ -7,7 +7,7 @@ import zoo_cli
 from revzoo.errors import MissingValueError
 from revzoo.spec.names import recipe_files
 from revzoo.training.evaluation import Scores
-from revzoo.training.planned_step import WholeStep
+from revzoo.training.planned_step import PlannedStep
 
 SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=1,block.f.heads=2"
 FAST = ["data.batch_size=512", "train.epochs=1", "schedule.warmup_epochs=0", f"model.overrides=[{SMALL}]"]
@@ -50,7 +50,7 @@ def test_a_network_that_cannot_be_counted_is_trained(run, tmp_path, monkeypatch)
         raise MissingValueError("Bytes are counted without values.")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(WholeStep, "measure_modes", fail)
+    monkeypatch.setattr(PlannedStep, "measure_modes", fail)
     printed = run("train", *FAST)
     assert "Note: memory is not counted. Bytes are counted without values.\n" in printed
     assert result_of(printed).endswith("runs/digits")

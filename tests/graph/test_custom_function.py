@@ -10,8 +10,6 @@ from torch import Tensor, nn
 import revzoo
 from revzoo.errors import BudgetError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by PyTorch 2.11 itself
-
 
 class Scaled(torch.autograd.Function):
     """Saves its input and an attribute, returns two results, one without a gradient; has no gradient for the scale."""

@@ -258,7 +258,6 @@ CASES |= {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what PyTorch 2.11's compiler does
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_bit_identical(name: str, check: Callable[..., None]):
     module, inputs = CASES[name]()

@@ -40,6 +40,9 @@ def make_plan(blocks: int) -> tuple[ModulePlan, PlanDetails]:
         total_flops=2000,
         min_peak_bytes=4 * MIB,
         no_recompute_peak_bytes=2 * count * MIB,
+        left_bytes=MIB,
+        gradient_bytes=0,
+        loss_bytes=0,
         setting=SETTING,
     )
     return plan, PlanDetails(tuple(calls), tuple(phases), front, MIB, 0)

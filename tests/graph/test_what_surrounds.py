@@ -1,14 +1,12 @@
 """Planned modules and what is around them: tensors that they hold, hooks, dispatch modes, several backwards of one forward."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import revzoo
@@ -145,48 +143,3 @@ def test_everything_is_stored_where_hooks_on_saved_tensors_are_disabled(same_ste
         loss.backward()
     plain(BATCH).square().sum().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
-    "compile",
-    [
-        lambda module: torch.compile(module, backend="eager"),
-        lambda module: torch.compile(nn.Sequential(nn.Identity(), module), backend="eager"),
-        lambda module: torch.compile(lambda x: module(x) * 2, backend="eager"),
-    ],
-    ids=["module", "larger", "step"],
-)
-def test_a_plan_is_in_force_in_code_that_is_compiled_around_it(compile):
-    module = Net()
-    apply_half(module)
-    with RecoveryCount() as expected:
-        module(BATCH).square().sum().backward()
-    with RecoveryCount() as counted:
-        compile(module)(BATCH).square().sum().backward()
-    assert counted.gelus == expected.gelus > 2
-
-
-class RecoveryCount(TorchDispatchMode):
-    """Counts the runs of GELU, and lets the compiler go on."""
-
-    gelus = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.gelus += func is torch.ops.aten.gelu.default
-        return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def ignore_compile_internals(cls):
-        return True
-
-
-def test_compiling_a_planned_module_says_that_its_plan_is_gone():
-    module = Net()
-    apply_half(module)
-    copied = pickle.loads(pickle.dumps(module))
-    with pytest.warns(UserWarning, match=r"Net has no plan any more, since its compile\(\) was called") as caught:
-        module.compile(backend="eager")
-    assert caught[0].filename == __file__
-    assert not module._forward_pre_hooks
-    copied.compile(backend="eager")
-    assert torch.equal(copied(BATCH), module(BATCH))

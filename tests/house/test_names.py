@@ -36,7 +36,7 @@ PINNED = {
     "measure_memory": "(model, batch, optimizer=None, *, loss=None)",
     "measure_numerics": "(model, batch, *, loss=None)",
     "plan": "(model, batch, budget, *, solver='timeline', optimizer=None, loss=None, lookahead=0, tiles=None, "
-    "accumulate=False, profile=False)",
+    "accumulate=False, profile=False, compiled=None)",
     "profile": "(model, batch, optimizer=None, *, loss=None, run=True, other_bytes=0, budget=None)",
     "reforward": "(module, batch, budget=None, *, optimizer=None, loss=None)",
     "ordinary_": "(model)",

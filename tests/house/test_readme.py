@@ -8,9 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", *(f"docs/{name}.md" for name in ("benchmark", "numerics", "reversible", "distributed"))]
-)
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}.md" for name in ("benchmark", "numerics", "reversible"))])
 def test_they_are_what_the_results_say(page, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     readme = importlib.import_module("readme")

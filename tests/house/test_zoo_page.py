@@ -15,7 +15,7 @@ from revzoo.analysis.step_memory import run_and_measure
 from revzoo.in_place.ways import chunk_loss_of, in_mode, list_ways
 from revzoo.inplace_abn import backward
 from revzoo.inplace_abn.layer import InPlaceABN2d
-from revzoo.runtime import chunked_loss
+from revzoo.runtime import chunk_size
 from revzoo.spec import load_spec
 from tests.in_place.networks import Tanh, Toy
 
@@ -113,7 +113,7 @@ def test_a_loss_in_chunks_takes_what_its_lines_say(monkeypatch):
     whole = {"name": "invert", "modes": {}, "flops": 0}
     with in_mode(model, "invert"), chunk_loss_of(model):
         assert list(card.count_chunked_loss(model, model.example_input, compute_cross_entropy, whole)) == []
-        monkeypatch.setattr(chunked_loss, "CHUNK_BYTES", 100 * 8 * 1000)  # 100 tokens
+        monkeypatch.setattr(chunk_size, "CHUNK_BYTES", 100 * 8 * 1000)  # 100 tokens
         (lines,) = card.count_chunked_loss(model, model.example_input, compute_cross_entropy, whole)
         with isolated(model, model.example_input(50)) as inputs:
             counted = run_and_measure(model, inputs, loss=compute_cross_entropy).memory.peak_bytes

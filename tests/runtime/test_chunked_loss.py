@@ -123,7 +123,7 @@ def test_the_logits_never_exist_and_gradients_are_not_copied():
 
 
 def test_the_chunk_fits_its_bytes_once_the_width_is_known(monkeypatch):
-    monkeypatch.setattr("revzoo.runtime.chunked_loss.CHUNK_BYTES", 8 * VOCABULARY * 10)
+    monkeypatch.setattr("revzoo.runtime.chunk_size.CHUNK_BYTES", 8 * VOCABULARY * 10)
     head, hidden, labels = make(ignored=0, tokens=(1, 35))
     sizes = []
 

@@ -11,7 +11,7 @@ from revzoo.training.batch_size import settle_batch_size
 from revzoo.training.evaluate_checkpoint import evaluate_checkpoint
 from revzoo.training.loop import train
 from revzoo.training.memory import count_step
-from revzoo.training.planned_step import WholeStep
+from revzoo.training.planned_step import PlannedStep
 from revzoo.training.recipe import load_recipe
 from revzoo.training.setup import build_run
 from tests.training.runs import make_recipe
@@ -22,7 +22,7 @@ MIXED = "mixup={mixup_alpha: 0.8}"
 def test_the_largest_batch_that_fits_is_taken_and_written_down(tmp_path, monkeypatch, capsys):
     run = build_run(make_recipe(MIXED), tmp_path / "other", Accelerator(), resumed=False)
     free = count_step(run, 60)
-    monkeypatch.setattr(budget, "free_bytes", lambda *_: (free - WholeStep(run).present_bytes) / 0.9)
+    monkeypatch.setattr(budget, "free_bytes", lambda *_: (free - PlannedStep(run).present_bytes) / 0.9)
     train(make_recipe(MIXED, "data.batch_size=auto", "train.max_updates=1", "schedule.warmup_epochs=0"), tmp_path / "run")
     size = load_recipe(tmp_path / "run").data.batch_size
     assert (size % 2, 0.9 * 60 < size <= 60) == (0, True)
@@ -43,10 +43,10 @@ def test_a_batch_stays_small_enough_to_train(asked, size, reason):
 
 def test_within_a_budget_the_fastest_is_taken(tmp_path, monkeypatch):
     """On a device that takes no more time for 20 examples than for one, and then more for each."""
-    monkeypatch.setattr(WholeStep, "plan", lambda step, limit: None)  # any schedule
-    monkeypatch.setattr(WholeStep, "measure_seconds", lambda step, plan: max(1, (len(step._batch) / 20) ** 2))
+    monkeypatch.setattr(PlannedStep, "plan", lambda step, limit: None)  # any schedule
+    monkeypatch.setattr(PlannedStep, "measure_seconds", lambda step, plan: max(1, (len(step._batch) / 20) ** 2))
     run = build_run(make_recipe(), tmp_path, Accelerator(), resumed=False)
-    limit = WholeStep(run, 64).measure_modes(("invert",))[0]["invert"].peak_bytes
+    limit = PlannedStep(run, 64).measure_modes(("invert",))[0]["invert"].peak_bytes
     recipe, [note] = settle_batch_size(make_recipe("data.batch_size=auto:20-21", f"memory.budget={limit}"), Accelerator())
     assert recipe.data.batch_size == 20
     assert "the fastest of 20 to 21 within" in note

@@ -17,7 +17,7 @@ from revzoo.planning.plan import Plan
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.training import epochs, loop
 from revzoo.training.interrupt import StopSignal
-from revzoo.training.planned_step import WholeStep
+from revzoo.training.planned_step import PlannedStep
 from revzoo.training.recipe import load_recipe
 from revzoo.training.run import Run
 from revzoo.training.run_plan import apply_plan
@@ -105,7 +105,7 @@ def test_training_takes_what_the_plan_says(setting, tmp_path, shown, counted, un
     """The largest step of the real loop is the plan's peak to the byte, nothing else is above it, and the table agrees."""
     name, settings = SETTINGS[setting]
     settings = [*FAST, *CONSTANT, *settings]
-    step = WholeStep(build_run(load_recipe(name, settings), tmp_path / "wide", resumed=False))
+    step = PlannedStep(build_run(load_recipe(name, settings), tmp_path / "wide", resumed=False))
     wide = step.plan(2**40)
     assert step.measure_modes()[0]["store"].peak_bytes == wide.no_recompute_peak_bytes
     budget = (wide.min_peak_bytes + wide.no_recompute_peak_bytes) // 2
@@ -121,7 +121,7 @@ def test_training_takes_what_the_plan_says(setting, tmp_path, shown, counted, un
 def test_planned_tiles_take_what_the_plan_says_and_go_on(tmp_path, counted, unmeasured):
     settings = [*CONSTANT, "model.tiles=auto", "data.batch_size=64", "train.epochs=1"]
     run = build_run(make_recipe(*settings, "memory.budget=1TiB"), tmp_path / "wide", resumed=False)
-    budget = WholeStep(run).plan(2**40).min_peak_bytes - 1
+    budget = PlannedStep(run).plan(2**40).min_peak_bytes - 1
     with interrupted(3):
         loop.train(make_recipe(*settings, f"memory.budget={budget}"), tmp_path / "run")
     plan = Plan.load(tmp_path / "run" / "plan.json")

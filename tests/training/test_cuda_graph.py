@@ -7,7 +7,7 @@ import pytest
 
 from revzoo.errors import MissingValueError, SpecError
 from revzoo.training import loop, memory
-from revzoo.training.planned_step import WholeStep
+from revzoo.training.planned_step import PlannedStep
 from revzoo.training.recipe import load_recipe
 from revzoo.training.setup import build_run
 
@@ -23,10 +23,10 @@ def test_a_step_that_asks_for_a_value_is_refused_before_the_first_one(tmp_path, 
     run = build_run(load_recipe("digits", []), tmp_path, resumed=False)
     run.recipe = load_recipe("digits", [GRAPH])
 
-    def measure(step: WholeStep, modes: object) -> None:
+    def measure(step: PlannedStep, modes: object) -> None:
         raise MissingValueError("Received: a value that stages.0 (Asking) asks for.")
 
     monkeypatch.setattr(loop, "describe_memory", memory.describe_memory)
-    monkeypatch.setattr(WholeStep, "measure_modes", measure)
+    monkeypatch.setattr(PlannedStep, "measure_modes", measure)
     with pytest.raises(SpecError, match=r"train\.cuda_graph: found true; allowed: false: .*stages\.0 \(Asking\)"):
         loop._print_memory(run)

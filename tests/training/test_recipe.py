@@ -146,6 +146,7 @@ INSIDE = "train.optimizer_in_backward=true train.clip_grad=null"
         (f"{INSIDE} train.shard=full", "false with train.shard"),
         ("train.shard=full train.mixed_precision=fp16", "bf16 or 'no' with train.shard"),
         ("train.offload=true", "false with train.shard: none"),
+        ("train.shard=full memory.budget=1GiB", "null with train.shard: model.schedule says what is kept"),
     ],
 )
 def test_settings_that_are_out_of_range_or_do_not_go_together(overrides, allowed):
@@ -207,12 +208,7 @@ def test_settings_that_contradict(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "path"),
-    [
-        ([], "model.tiles"),
-        (["memory.budget=1GiB", "train.shard=full"], "model.tiles"),
-        (["memory.budget=1GiB", "data.batch_size=auto"], "data.batch_size"),
-    ],
+    ("settings", "path"), [([], "model.tiles"), (["memory.budget=1GiB", "data.batch_size=auto"], "data.batch_size")]
 )
 def test_tiles_are_planned_with_a_budget_for_one_batch_in_one_process(settings, path):
     with pytest.raises(SpecError) as caught:

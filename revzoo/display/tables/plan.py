@@ -1,4 +1,4 @@
-"""Plans as tables for rich to print: of one process, of many ranks, and of every batch size."""
+"""Plans as tables for rich to print: of one batch size, and of every batch size."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -13,7 +13,6 @@ from revzoo.format import format_bytes, format_flops, format_seconds, format_spr
 from revzoo.planning.batch import BatchPlan
 from revzoo.planning.comparison import SchedulePoint, summarize_plan
 from revzoo.planning.plan import Plan
-from revzoo.planning.ranks.rank_plan import RankPlan
 from revzoo.runtime.mode import MODES
 
 
@@ -81,20 +80,3 @@ def tabulate_batches(best: BatchPlan) -> RenderableType:
     fill(table, ("batch", "planned", "all stored", "all inverted", "peak of the plan"), rows)
     result = f"Batch {best.batch} is best: {best.samples_per_second:.4g} samples a second, measured."
     return Group(table, tabulate_plan(best.plan), result)
-
-
-def tabulate_ranks(ranks: RankPlan) -> RenderableType:
-    """Lay out what the rank with the largest shards holds besides activations, and what it sends in a training step."""
-    held = ranks.held
-    sizes = {
-        "weights": held.weights,
-        "gradients": held.gradients,
-        "buffers": held.buffers,
-        "optimizer state": held.optimizer.state,
-        "optimizer update": held.optimizer.update,
-        "gathered at once, at most": held.gathered,
-    }
-    own = fill(Table(), ("one rank holds", "bytes"), [(name, format_bytes(size)) for name, size in sizes.items()])
-    sent = [(kind, str(collective.calls), format_bytes(collective.bytes)) for kind, collective in ranks.collectives.items()]
-    collectives = fill(Table(), ("a training step sends by", "calls", "bytes of a rank"), sent) if sent else "Nothing is sent."
-    return Group(f"{str(ranks.division).capitalize()}: each rank has its own batch.", own, collectives)
