@@ -19,7 +19,6 @@ from revzoo.file import write_atomically
 from revzoo.format import count_noun
 from revzoo.metric import CHOSEN
 from revzoo.model.compile_steps import compile_steps
-from revzoo.training.captured_step import EAGER_STEPS, CapturedStep
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights, explain_lost_states
 from revzoo.training.evaluation import describe_unreadable, evaluate, gather_unreadable
 from revzoo.training.in_backward import update_in_backward
@@ -66,9 +65,6 @@ def train_epochs(run: Run) -> Summary:
         RevzooError: nothing more can be saved.
     """
     progress = run.progress
-    if run.recipe.train.cuda_graph:
-        run.step = CapturedStep(run.step, run.model.parameters(), run.batch_size)
-        run.display.console.print(f"After {EAGER_STEPS} batches, forward and backward are captured in a CUDA graph.")
     if run.recipe.train.compile:  # after planning and measuring: what compiled code keeps cannot be counted
         compile_steps(run.model)
         run.display.console.print(f"The {len(run.model.steps)} steps are compiled, each kind of step when it first runs.")
@@ -161,7 +157,7 @@ def train_batch(run: Run, batch: torch.Tensor, labels: torch.Tensor, key: tuple[
         reseed(*key, accelerator.process_index)
         if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
             run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
-        run.last_loss = run.step(batch, targets)  # which a plan counts until there is a next one
+        run.last_loss = run.run_step(batch, targets)  # which a plan counts until there is a next one
         if accelerator.sync_gradients and clip_grad is not None:
             accelerator.clip_grad_norm_(run.wrapped.parameters(), clip_grad)
         run.optimizer.step()

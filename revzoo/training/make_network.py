@@ -17,11 +17,11 @@ from revzoo.checkpoint.index import find_folder_weights, find_shipped_weights
 from revzoo.checkpoint.slices import get_own_part
 from revzoo.data.base import Data
 from revzoo.data.requirement import count_required_outputs
+from revzoo.device import is_sharded
 from revzoo.errors import InputError, SpecError, join_names
 from revzoo.model.create import build_for_weights, create
 from revzoo.model.model import Model
 from revzoo.registry import heads
-from revzoo.sharded import is_sharded
 from revzoo.sharding.create import allocate_, create_sharded
 from revzoo.sharding.shard import shard_
 from revzoo.spec import Spec

@@ -90,7 +90,7 @@ def count_step(run: Run, size: int) -> int:
 def _suggest_budget(run: Run, limit: int) -> list[str]:
     """Return the setting that lets the planner decide, where some uniform schedule is within the limit: then one is a plan."""
     recipe = run.recipe
-    if recipe.memory.budget is not None or recipe.train.cuda_graph or recipe.coupling is not None:
+    if recipe.memory.budget is not None or recipe.coupling is not None:
         return []
     peaks = [report.peak_bytes for report in PlannedStep(run).measure_modes(MODES)[0].values()]
     return ["memory.budget=auto"] if len(peaks) > 1 and min(peaks) <= limit else []

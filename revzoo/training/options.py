@@ -186,8 +186,6 @@ class TrainOptions:
         seed: of initialisation, order, augmentation and dropout.
         freeze: modules of the model that are not trained, such as stem or stages.0.
         compile: compile the reversible steps with `torch.compile`.
-        cuda_graph: capture forward and backward in a CUDA graph after the first steps, and replay it: the host no longer limits
-            small batches and small networks.
         save_every: updates between two saved states within an epoch; None: a state is saved after every epoch only.
         track: tools that get settings, metrics and pictures: tensorboard, mlflow, wandb, comet_ml, aim.
         log_every: seconds between two lines within an epoch where there is no terminal, and between two points for trackers.
@@ -211,7 +209,6 @@ class TrainOptions:
     seed: NonNegativeInt = 0
     freeze: tuple[str, ...] = ()
     compile: bool = False
-    cuda_graph: bool = False
     save_every: PositiveInt | None = None
     save_async: bool | None = None
     track: tuple[Tracker, ...] = ()

@@ -51,7 +51,7 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
                 hint = f" To train on the images in it: revzoo train images {quote(f'data.root={source}')}."
             refuse_source("recipe", source, names, "a recipe", _FILE, "revzoo list --recipes", hint)
         path = names[str(source)]
-    tree, problems = load_tree(path, recipe_files(), _merge_recipes), []
+    tree, problems = _leave_out_gone(load_tree(path, recipe_files(), _merge_recipes)), []
     for override in overrides:  # one by one: model.overrides=[...] may follow model=NAME
         changed, more = apply_overrides(tree, [override])
         tree = _merge_recipes(tree, changed)
@@ -87,6 +87,15 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
     text = replace(data.text, tokenizer=file if file == BYTES else _make_absolute(file))
     data = replace(data, root=_make_absolute(data.root), text=text)
     return replace(recipe, data=data, file=str(path), places=places)
+
+
+def _leave_out_gone(tree: YamlNode) -> YamlNode:
+    """Return a recipe without an option that runs and weights of earlier versions name, where it did nothing."""
+    train = tree.value.get("train", tree)
+    if not isinstance(train.value, dict) or (gone := train.value.get("cuda_graph")) is None or gone.value is not False:
+        return tree
+    kept = {key: node for key, node in train.value.items() if node is not gone}
+    return replace(tree, value=tree.value | {"train": replace(train, value=kept)})
 
 
 def _merge_recipes(base: YamlNode, over: YamlNode) -> YamlNode:

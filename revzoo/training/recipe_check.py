@@ -125,12 +125,10 @@ def _list_coupling_rules(get: Callable[[str], Any]) -> list[_Rule]:
 
 
 def _list_update_rules(get: Callable[[str], Any]) -> list[_Rule]:
-    """Return what optimizers inside backward, CUDA graphs and divided networks do not go with."""
-    in_backward, graph = get("train.optimizer_in_backward") is True, get("train.cuda_graph") is True
-    divides, compiles = get("train.shard") not in (None, "none"), get("train.compile") is True
+    """Return what optimizers inside backward and divided networks do not go with."""
+    in_backward, divides = get("train.optimizer_in_backward") is True, get("train.shard") not in (None, "none")
     accumulates, is_fp16 = get("train.accumulate") not in (None, 1), get("train.mixed_precision") == "fp16"
-    opt = str(get("optimizer.opt"))
-    inside, captured = "with train.optimizer_in_backward", "with train.cuda_graph"
+    opt, inside = str(get("optimizer.opt")), "with train.optimizer_in_backward"
     clips, looks_ahead = get("train.clip_grad") is not None, get("memory.lookahead") not in (None, 0)
     alone = "false with train.shard: the processes add up their gradients before an update"
     whole = "with train.shard: none, or train.shard: full"
@@ -143,13 +141,6 @@ def _list_update_rules(get: Callable[[str], Any]) -> list[_Rule]:
         (in_backward and opt not in UPDATE_ONE_BY_ONE, "optimizer.opt", f"{join_names(UPDATE_ONE_BY_ONE)} {inside}"),
         (divides and opt not in UPDATE_DIVIDED, "optimizer.opt", f"{join_names(UPDATE_DIVIDED)} with train.shard"),
         (in_backward and divides, "train.optimizer_in_backward", alone),
-        (graph and accumulates, "train.accumulate", f"1 {captured}"),
-        (graph and compiles, "train.compile", f"false {captured}"),
-        (graph and in_backward, "train.optimizer_in_backward", f"false {captured}"),
-        (graph and is_fp16, "train.mixed_precision", f"bf16 or 'no' {captured}: the scale of fp16 is not that of the graph"),
-        (graph and divides, "train.shard", f"none {captured}"),
-        (graph and get("memory.budget") is not None, "memory.budget", f"null {captured}: a graph keeps its memory for itself"),
-        (graph and get("coupling") is not None, "coupling", f"null {captured}: a graph has the first coupling"),
         (get("train.offload") is True and not divides, "train.offload", f"false {whole}"),
         (divides and is_fp16, "train.mixed_precision", "bf16 or 'no' with train.shard"),
         (divides and get("memory.budget") is not None, "memory.budget", planned),

@@ -1,7 +1,7 @@
 """A run: what the training loop works with."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from revzoo.display.progress import TrainingDisplay
 from revzoo.model.model import Model
 from revzoo.plugin import RECORD, list_packages
 from revzoo.spec.names import BYTES, CONVERSION, TOKENIZER
-from revzoo.training.captured_step import StepFunction
 from revzoo.training.coupling_schedule import CouplingSchedule
 from revzoo.training.loss import Loss
 from revzoo.training.options import Recipe
@@ -50,7 +49,6 @@ class Run:
         upload: the state that is being written.
         notes: remarks on the model for the reader.
         conversion: report of the conversion of a network that was no model of revzoo; None for others.
-        step: forward and backward of a batch with its targets; returns the loss.
         last_loss: loss of the last batch of this process; None before the first.
     """
 
@@ -72,13 +70,10 @@ class Run:
     upload: Upload
     notes: list[str]
     conversion: str | None = None
-    step: StepFunction = field(init=False)
     last_loss: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self.step = self._run_step
-
-    def _run_step(self, batch: Tensor, targets: Tensor) -> Tensor:
+    def run_step(self, batch: Tensor, targets: Tensor) -> Tensor:
+        """Run a batch forward and backward, and return the loss."""
         with self.accelerator.autocast():  # Accelerate calls it for all networks but divided ones
             outputs = self.wrapped(batch)
         loss: Tensor = self.loss(outputs, targets)

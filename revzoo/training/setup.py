@@ -16,7 +16,6 @@ from revzoo.data.random import reseed
 from revzoo.display.progress import TrainingDisplay
 from revzoo.errors import InputError, join_names
 from revzoo.in_place.chunk_loss import chunk_loss_
-from revzoo.model.model import Model
 from revzoo.spec.edit import with_coupling
 from revzoo.spec.names import BYTES, TOKENIZER
 from revzoo.spec.parsing import to_plain
@@ -94,10 +93,12 @@ def build_run(recipe: Recipe, folder: Path | RunFolder, accelerator: Accelerator
     origin = Origin.of(recipe, spec if resumed else model.spec, data, whole_batch)
     require_same(origin, Origin.list_changes)
 
-    if data.num_classes is None and mesh is None and not options.cuda_graph:  # a graph of a device cannot count labels
+    if data.num_classes is None and mesh is None:
         chunk_loss_(model)
     optimizer = make_recipe_optimizer(recipe, model)
-    _require_fit(recipe, model, accelerator)
+    if options.optimizer_in_backward and processes > 1:
+        allowed = "false with several processes: they add up their gradients before an update"
+        raise recipe.error("train.optimizer_in_backward", "true", allowed)
     wrapped = model if mesh is not None else accelerator.prepare_model(model)
     data.train, data.test = (
         prepare_data_loader(loader, accelerator.device, processes, own, put_on_device=True)
@@ -156,16 +157,3 @@ def share_batch(whole: int, processes: int, recipe: Recipe) -> int:
             f"equally. Resume it with {join_names(possible, most=8)} processes."
         )
     return whole // processes
-
-
-def _require_fit(recipe: Recipe, model: Model, accelerator: Accelerator) -> None:
-    """Raise SpecError where device, processes or model do not go with how the recipe updates weights."""
-    options, is_alone = recipe.train, accelerator.num_processes == 1
-    if options.optimizer_in_backward and not is_alone:
-        allowed = "false with several processes: they add up their gradients before an update"
-        raise recipe.error("train.optimizer_in_backward", "true", allowed)
-    if options.cuda_graph and (accelerator.device.type != "cuda" or not is_alone):
-        raise recipe.error("train.cuda_graph", "true", f"false on {accelerator.device}, or with several processes")
-    if options.cuda_graph and isinstance(model.spec.input, TextInput) and recipe.data.name != "causal_lm":
-        allowed = f"false with data.name={recipe.data.name}: batches of texts differ in length"
-        raise recipe.error("train.cuda_graph", "true", allowed)

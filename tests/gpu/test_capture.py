@@ -1,6 +1,5 @@
 """CUDA graphs of whole training steps: every mode is captured after eager steps, and a replay computes what they do."""
 
-import threading
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 import revzoo
 from revzoo.errors import InputError, RecoveryError
-from revzoo.training.captured_step import CapturedStep
 from tests.cuda_stub import stub
 from tests.gpu.models import CASES, DEVICE, make_chain
 
@@ -101,32 +99,6 @@ def test_a_graph_for_each_step_is_refused(options):
     chain, _ = make_chain()
     with pytest.raises(InputError, match="capture the whole training step"):
         revzoo.compile_steps(chain, **options)
-
-
-def test_another_thread_may_allocate_pinned_memory_during_a_capture_of_training():
-    """As a loader's does."""
-    chain, (x1, x2) = make_chain()
-    end = threading.Event()
-
-    def pin() -> None:
-        while not end.is_set():
-            torch.empty(2**20 + len(threading.enumerate())).pin_memory()
-
-    def step(batch: Tensor, _: Tensor) -> Tensor:
-        y1, y2 = chain(batch, x2)
-        loss = (y1 * y2).mean()
-        loss.backward()
-        return loss
-
-    captured = CapturedStep(step, chain.parameters(), len(x1))
-    other = threading.Thread(target=pin)
-    other.start()
-    try:
-        for _ in range(6):
-            captured(x1, x2)
-    finally:
-        end.set()
-        other.join()
 
 
 @pytest.mark.skipif(not hasattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph"), reason="PyTorch 2.14 tells the graph")

@@ -116,7 +116,6 @@ def test_a_coupling_with_a_name_is_the_models():
     assert load_recipe("lm", ["coupling={m: [0.1, 0.9]}"]).coupling.m == (0.1, 0.9)
 
 
-GRAPH = "train.cuda_graph=true train.clip_grad=null"
 INSIDE = "train.optimizer_in_backward=true train.clip_grad=null"
 
 
@@ -131,13 +130,6 @@ INSIDE = "train.optimizer_in_backward=true train.clip_grad=null"
         ("optimizer='{weight_decay_of: all, layer_decay: 0.9}'", "null with weight_decay_of: all"),
         ("optimizer.opt=adahessian", "a first-order optimizer"),
         ("optimizer.weight_decay_of=norms", "'weights' or 'weights_and_positions' or 'all'"),
-        (f"{GRAPH} train.accumulate=2", "1 with train.cuda_graph"),
-        (f"{GRAPH} train.compile=true", "false with train.cuda_graph"),
-        (f"{GRAPH} train.optimizer_in_backward=true", "false with train.cuda_graph"),
-        (f"{GRAPH} train.mixed_precision=fp16", "bf16 or 'no' with train.cuda_graph"),
-        (f"{GRAPH} train.shard=full", "none with train.cuda_graph"),
-        (f"{GRAPH} memory.budget=1GiB", "null with train.cuda_graph"),
-        (f"{GRAPH} coupling.m=[0.5,0.9]", "null with train.cuda_graph"),
         (f"{INSIDE} train.accumulate=2", "1 with train.optimizer_in_backward"),
         (f"{INSIDE} train.clip_grad=1.0", "null with train.optimizer_in_backward"),
         (f"{INSIDE} train.mixed_precision=fp16", "bf16 or 'no' with train.optimizer_in_backward"),
@@ -152,6 +144,13 @@ INSIDE = "train.optimizer_in_backward=true train.clip_grad=null"
 def test_settings_that_are_out_of_range_or_do_not_go_together(overrides, allowed):
     with pytest.raises(SpecError, match=f"1 problem found:.*\n.*allowed: .*{allowed}"):
         load_recipe("digits", shlex.split(overrides))
+
+
+def test_recipes_of_earlier_versions_name_an_option_that_has_gone(tmp_path):
+    (tmp_path / "config.yaml").write_text("base: digits\ntrain: {epochs: 3, cuda_graph: false}\n")
+    assert load_recipe(tmp_path).train.epochs == 3
+    with pytest.raises(SpecError, match=r"train\.cuda_graph"):
+        load_recipe(tmp_path, ["train.cuda_graph=true"])
 
 
 def test_a_checkpoint_may_have_its_own_head():

@@ -59,7 +59,7 @@ def test_training_goes_on_while_a_state_is_written(tmp_path, monkeypatch):
     The first state is complete before the first batch.
     """
     trained, order = Event(), []
-    publish, append, step = RunFolder.publish_state, RunFolder.append_record, Run._run_step
+    publish, append, step = RunFolder.publish_state, RunFolder.append_record, Run.run_step
 
     def publish_late(self, written, progress, *arguments):
         if progress.batch:
@@ -79,7 +79,7 @@ def test_training_goes_on_while_a_state_is_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(RunFolder, "publish_state", publish_late)
     monkeypatch.setattr(RunFolder, "append_record", append_record)
-    monkeypatch.setattr(Run, "_run_step", run_step)
+    monkeypatch.setattr(Run, "run_step", run_step)
     train(make_recipe("train.epochs=1", "train.save_every=2", BEHIND), tmp_path / "run")
     assert order == ["state", "state", "results", "state"]
 
