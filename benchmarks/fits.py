@@ -46,7 +46,7 @@ from revzoo.graph.counted_step import count_step as count_planned
 from revzoo.graph.front import find_front
 from revzoo.graph.spans import Nest, Spans
 from revzoo.graph.step_record import record
-from revzoo.in_place.ways import CHUNKED, CUT, Way, list_ways, without_packing_masks
+from revzoo.in_place.ways import CHUNKED, CUT, Way, list_ways, without_masks
 
 Batch = Any
 _PLANNED = 128  # examples: in small batches weights and gradients are most of a peak, and plans have little to spare
@@ -156,7 +156,7 @@ def count_row(network: Network, pattern: str = "*", before: dict[str, Any] | Non
             continue
         methods.pop(name, None)
         # Some networks have no such blocks, or blocks that mix examples.
-        with suppress(ConversionError, InputError), without_packing_masks(None), change(module):
+        with suppress(ConversionError, InputError), without_masks(None), change(module):
             counted = module, network.make_batch, compute_usual_loss
             if name.endswith(CHUNKED):
                 whole, sizes = methods[name.removesuffix(CHUNKED)], TILED_SIZES if CUT in name else CHUNKED_SIZES

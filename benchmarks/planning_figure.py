@@ -9,11 +9,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from revzoo.display.figures.base import LEFT, draw_heading, mark_bytes, new_figure, save, simplify_axes
 from revzoo.display.figures.modes import (
+    draw_labels,
     draw_mode_cells,
     draw_mode_legend,
-    draw_unit_names,
+    find_labels_height,
+    label_units,
     mode_legend_height,
-    unit_names_height,
 )
 from revzoo.display.style import INK, MODE_COLORS, PALE, RED
 from revzoo.format import format_seconds
@@ -77,7 +78,8 @@ def plot_schedules(rows: Sequence[Mapping[str, Any]], units: Sequence[str], path
     """
     span = min(max(_CELL * len(units), _MIN_WIDTH), _MAX_WIDTH)
     rise = min(max(0.24 * len(rows), 0.5), 7.0)
-    width, below = LEFT + span + _RIGHT, unit_names_height(units, span / len(units))
+    inch, width, labels = len(units) / span, LEFT + span + _RIGHT, label_units(units, span / len(units))
+    below = find_labels_height(labels, inch)
     modes = [mode for row in rows for mode in row["schedule"]]
     legend = mode_legend_height(modes, width)
     bottom = legend + below + 0.06
@@ -95,7 +97,7 @@ def plot_schedules(rows: Sequence[Mapping[str, Any]], units: Sequence[str], path
     axes.tick_params(labelsize=8, length=0)
     for side in axes.spines.values():
         side.set_visible(False)
-    draw_unit_names(names, units, span / len(units), len(units), below)
+    draw_labels(names, labels, inch, len(units), below)
     draw_mode_legend(figure, modes, with_counts=False)
     save(figure, path)
 

@@ -26,7 +26,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 import revzoo
 from revzoo.analysis.dry_run import compute_usual_loss
 from revzoo.analysis.flops import count_flops
-from revzoo.in_place.ways import checkpoint_blocks, chunk_loss_of, make_blocks_reversible, without_packing_masks
+from revzoo.in_place.ways import checkpoint_blocks, chunk_loss_of, make_blocks_reversible, without_masks
 from revzoo.runtime import ReversibleChain
 
 TILES = (1, 2, 8, 32)
@@ -144,7 +144,7 @@ def _count(
     }
     chunk = chunk_loss_of if isinstance(network, LlamaForCausalLM) else lambda _: nullcontext()
     for way, change in ways.items():
-        with without_packing_masks(batch), chunk(network), change(network):
+        with without_masks(batch), chunk(network), change(network):
             counted = revzoo.measure_memory(network, batch, loss=compute_usual_loss)
         limit = most if way == name_tiles(TILES[-1]) else None
         yield Figure("peak activation memory, in MiB", name, way, blocks, counted.activation_bytes / 2**20, limit)

@@ -4,6 +4,7 @@ While a CUDA graph is captured nothing runs on the device, so there are no numbe
 checked in the steps before the capture.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -20,6 +21,13 @@ def can_read_now(x: Tensor) -> bool:
 def has_value(x: Tensor) -> bool:
     """Return whether x holds numbers. Meta and fake tensors do not, nor a tensor that is divided over processes into such."""
     return x.device.type != "meta" and not isinstance(getattr(x, "_local_tensor", x), FakeTensor)
+
+
+def is_sharded(*tensors: Tensor) -> bool:
+    """Return whether one of the tensors is divided over processes (a DTensor)."""
+    # Importing DTensor takes half a second, and there is none before somebody else has imported it.
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and any(isinstance(t, distributed.DTensor) for t in tensors)
 
 
 def has_float64(device: torch.device) -> bool:

@@ -34,7 +34,7 @@ from revzoo.analysis.step_memory import run_and_measure
 from revzoo.errors import BudgetError, InputError, MissingValueError, RevzooError
 from revzoo.graph.module_planner import plan_module
 from revzoo.graph.progress import Report, keep_silent
-from revzoo.in_place.ways import CHUNKED, Way, chunk_loss_of, has_head_of_tokens, in_mode, list_ways, without_packing_masks
+from revzoo.in_place.ways import CHUNKED, Way, chunk_loss_of, has_head_of_tokens, in_mode, list_ways, without_masks
 from revzoo.model.model import Model
 from revzoo.planning.card import Fits, Method, parse_card
 from revzoo.planning.fit import find_largest
@@ -224,7 +224,7 @@ class _Count:
     def run(self, size: int) -> tuple[MemoryReport, int]:
         """Return the memory and the FLOPs of a step."""
         step = isolated(self.model, self.resize(size), fake=True)
-        with ignore_error_growth(), without_packing_masks(self.batch), step as inputs, FlopCounter() as flops:
+        with ignore_error_growth(), without_masks(self.batch), step as inputs, FlopCounter() as flops:
             memory = run_and_measure(self.model, inputs, self.taken, loss=self.loss).memory
         return memory, flops.forward + flops.backward
 

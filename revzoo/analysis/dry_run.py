@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from revzoo.analysis.autocast import count_autocast, set_autocast_depth
 from revzoo.analysis.fake_tensors import FakeKernelError, find_fake_mode, make_fake, silence_failures
 from revzoo.analysis.kept_values import KeptValues
-from revzoo.device import has_value
+from revzoo.device import has_value, is_sharded
 from revzoo.errors import InputError, MissingValueError
 from revzoo.runtime.attributes import Contents
 from revzoo.runtime.complete_gradients import take_gradients
@@ -24,7 +24,6 @@ from revzoo.runtime.forward import processes_communicate
 from revzoo.runtime.lazy_logits import LazyLogits
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.settings import Settings
-from revzoo.sharded import is_sharded
 
 LossFunction = Callable[[Any], Tensor]
 

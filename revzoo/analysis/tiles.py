@@ -9,9 +9,8 @@ from torch import nn
 from revzoo.analysis.chains import Chain, assign_tiles, find_chains, read_tiles
 from revzoo.analysis.dry_run import LossFunction, call, isolated
 from revzoo.analysis.flops import FEW_FLOPS, FlopCounter
-from revzoo.analysis.report import MemoryReport
-from revzoo.analysis.step_memory import measure_memory, run_and_measure
-from revzoo.errors import InputError, MissingValueError
+from revzoo.analysis.step_memory import count_memory
+from revzoo.errors import InputError
 from revzoo.runtime.drift import ignore_error_growth
 
 _WORTH = 0.05  # of the activations of whole steps: less is no gain that anybody would notice
@@ -42,10 +41,10 @@ def choose_tiles(model: nn.Module, batch: Any, *, loss: LossFunction | None = No
     try:
         _cut(kinds, 1)
         with FlopCounter() as flops:
-            lowest = _count_memory(model, batch, loss)
+            lowest = count_memory(model, batch, loss)
         # A small step on a CPU takes less time with values.
         fake = flops.forward * 4 > FEW_FLOPS or any(p.device.type != "cpu" for p in model.parameters())
-        count = partial(_count_memory, model, batch, loss, fake)
+        count = partial(count_memory, model, batch, loss, fake=fake)
         least, tiles = _WORTH * lowest.activation_bytes, 1
         kinds = [kind for kind in kinds if _may_be_cut(model, batch, kind)]
         while kinds and tiles < _MOST:
@@ -98,12 +97,3 @@ def _may_be_cut(model: nn.Module, batch: Any, kind: _Kind) -> bool:
     finally:
         _cut([kind], 1)
     return True
-
-
-def _count_memory(model: nn.Module, batch: Any, loss: LossFunction | None, fake: bool = True) -> MemoryReport:
-    with ignore_error_growth():
-        try:
-            with isolated(model, batch, fake=fake) as inputs:
-                return run_and_measure(model, inputs, loss=loss).memory
-        except MissingValueError:  # a mixture of experts, for example
-            return measure_memory(model, batch, loss=loss)

@@ -14,12 +14,12 @@ from torch import Tensor, distributed, nn
 from revzoo.analysis.chains import find_steps, require_chains
 from revzoo.analysis.dry_run import LossFunction, Paths
 from revzoo.analysis.trial import Gradients, Outcome, Trial
+from revzoo.device import is_sharded
 from revzoo.errors import RecoveryError, join_names
 from revzoo.format import format_dtype, format_ratio
 from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import CompareFunction, observe_states
-from revzoo.sharded import is_sharded
 
 # Largest relative error allowed of a reconstructed state, of all gradients together, and of a single gradient, by the
 # coarsest precision in use.

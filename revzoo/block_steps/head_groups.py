@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from revzoo.sharded import is_sharded
+from revzoo.device import is_sharded
 
 _MOST_GROUPS = 4  # each normalizes all tokens again, and more groups save little: what a group keeps is small by then
 _INPUTS, _OUTPUTS = ("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "dense")

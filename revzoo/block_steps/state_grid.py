@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from revzoo.device import has_value, is_capturing
+from revzoo.device import has_value, is_capturing, is_sharded
 from revzoo.runtime.exact import GRIDS
-from revzoo.sharded import is_sharded
 
 FRACTION_BITS = (4, 40)  # the fewest and the most
 _ROOM = 4  # binary digits that states may grow by in training

@@ -21,9 +21,9 @@ from yaml import YAMLError
 from revzoo.checkpoint.facts import collect_facts, restore_facts
 from revzoo.checkpoint.slices import find_own_slice, get_own_part
 from revzoo.checkpoint.writing import SHARD_BYTES, write_weights
+from revzoo.device import is_sharded
 from revzoo.errors import CheckpointError, SpecError, join_names
 from revzoo.file import parse_json
-from revzoo.sharded import is_sharded
 from revzoo.spec.loading import parse_spec
 from revzoo.spec.names import INDEX_SUFFIX, find_beside
 from revzoo.spec.parsing import to_plain

@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from revzoo.sharded import is_sharded
+from revzoo.device import is_sharded
 
 
 def find_own_slice(tensor: Tensor) -> tuple[slice, ...]:

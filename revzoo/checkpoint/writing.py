@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from revzoo.checkpoint.slices import gather_whole
+from revzoo.device import is_sharded
 from revzoo.file import write_atomically, write_text
-from revzoo.sharded import is_sharded
 from revzoo.spec.names import INDEX_SUFFIX
 
 T = TypeVar("T")

@@ -158,11 +158,8 @@ def _describe(model: "nn.Module", batch: Any, arguments: argparse.Namespace) -> 
     """Return what was counted, in words."""
     from revzoo.runtime.nested import tensors_in
 
-    every, trained = (sum(p.numel() for p in ps) for ps in (model.parameters(), filter(_needs_gradient, model.parameters())))
+    every = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     parameters = f"{format_count(every)} parameters" + (f", {format_count(trained)} of them trained" if trained < every else "")
     shapes = ", ".join(str(list(t.shape)) for t in tensors_in(batch))
     return f"{parameters}, in {arguments.dtype or 'float32'}; batch of {shapes}; optimizer {arguments.optimizer}."
-
-
-def _needs_gradient(parameter: Any) -> bool:
-    return bool(parameter.requires_grad)

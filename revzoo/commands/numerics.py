@@ -1,7 +1,6 @@
 """`revzoo numerics`: what rounding does to rebuilt activations and gradients."""
 
 import argparse
-import json
 from contextlib import nullcontext
 
 from revzoo.commands.model_options import declare_name, read_name, require_memory
@@ -24,7 +23,8 @@ def declare(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure a freshly initialised model, and print the report."""
     name, overrides = read_name(arguments.name)
-    from revzoo.display.console import print_renderable, show_status
+    from revzoo.display.console import print_result, show_status
+    from revzoo.display.tables.numerics import tabulate_numerics
 
     with show_status("measuring rounding errors"):
         import torch
@@ -40,11 +40,6 @@ def run(arguments: argparse.Namespace) -> int:
             report = measure_numerics(model, model.example_input(arguments.batch))
     arithmetic = arguments.dtype + f", autocast {autocast}" * (autocast is not None) + ", exact" * arguments.exact
     title = f"{model.spec.name}, batch of {arguments.batch}, {arithmetic}"
-    if arguments.json:
-        about = {"model": model.spec.name, "batch": arguments.batch, "arithmetic": arithmetic}
-        print(json.dumps(about | report.to_dict(), indent=2))
-    else:
-        from revzoo.display.tables.numerics import tabulate_numerics
-
-        print_renderable(tabulate_numerics(title, report))
+    about = {"model": model.spec.name, "batch": arguments.batch, "arithmetic": arithmetic}
+    print_result(about | report.to_dict(), tabulate_numerics(title, report), as_json=arguments.json)
     return 0

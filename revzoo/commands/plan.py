@@ -1,7 +1,6 @@
 """`revzoo plan`: the fastest schedule within a memory budget, for a batch size or the best of a range."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -104,7 +103,7 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
         raise InputError(
             f"Overrides, --solver knapsack and ranges of batch sizes: for models of the zoo. Received: {name}. Leave them out."
         )
-    from revzoo.display.console import show_status
+    from revzoo.display.console import print_result, show_status
 
     with show_status("planning") as report:
         import torch
@@ -123,7 +122,8 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
         from revzoo.graph.plan_figure import plot_module_plan
 
         plot_module_plan(plan, details, arguments.plot)
-    _print(arguments, {"plan": asdict(plan), "details": asdict(details)}, tabulate_module_plan(plan, details))
+    data = {"plan": asdict(plan), "details": asdict(details)}
+    print_result(data, tabulate_module_plan(plan, details), as_json=arguments.json)
     return plan
 
 
@@ -165,6 +165,7 @@ def _refuse(arguments: argparse.Namespace, users: str, *options: str) -> None:
 
 def _show(arguments: argparse.Namespace, model: "Model", profile: "Profile", plan: "Plan") -> "Plan":
     """Draw a plan, and print it next to other schedules, or everything as JSON; return it."""
+    from revzoo.display.console import print_result
     from revzoo.display.tables.plan import tabulate_plan
     from revzoo.planning.comparison import evaluate_budgets, evaluate_uniform_schedules
 
@@ -175,13 +176,13 @@ def _show(arguments: argparse.Namespace, model: "Model", profile: "Profile", pla
 
         plot_plan(plan, arguments.plot, budgets, others, fixed_bytes)
     data = {"plan": asdict(plan), "others": others, "front": budgets, "fixed_bytes": fixed_bytes}
-    _print(arguments, data, tabulate_plan(plan, others))
+    print_result(data, tabulate_plan(plan, others), as_json=arguments.json)
     return plan
 
 
 def _plan_batches(arguments: argparse.Namespace, model: "Model", settings: dict[str, Any]) -> "Plan":
     """Find the batch size with the most samples per second; print and draw its plan, and the other sizes."""
-    from revzoo.display.console import show_status
+    from revzoo.display.console import print_result, show_status
     from revzoo.display.tables.plan import tabulate_batches
     from revzoo.planning.batch import find_best_batch
 
@@ -191,15 +192,5 @@ def _plan_batches(arguments: argparse.Namespace, model: "Model", settings: dict[
         from revzoo.display.figures.plan import plot_plan
 
         plot_plan(best.plan, arguments.plot)
-    _print(arguments, best.to_dict(), tabulate_batches(best))
+    print_result(best.to_dict(), tabulate_batches(best), as_json=arguments.json)
     return best.plan
-
-
-def _print(arguments: argparse.Namespace, data: object, table: Any) -> None:
-    """Print the data as JSON, or the table."""
-    from revzoo.display.console import print_renderable
-
-    if arguments.json:
-        print(json.dumps(data, indent=2))
-    else:
-        print_renderable(table)

@@ -1,7 +1,6 @@
 """`revzoo profile`: what every step and node of a model keeps and costs in every mode."""
 
 import argparse
-import json
 from dataclasses import asdict
 
 from revzoo.commands.model_options import BATCH_HELP, create_batch, create_model, create_optimizer, declare_model
@@ -18,7 +17,8 @@ def declare(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Profile a model and print the result."""
-    from revzoo.display.console import print_renderable, show_status
+    from revzoo.display.console import print_result, show_status
+    from revzoo.display.tables.profile import tabulate_profile
 
     with show_status("counting and timing every unit"):
         model = create_model(arguments)
@@ -26,10 +26,5 @@ def run(arguments: argparse.Namespace) -> int:
 
         batch = create_batch(model, arguments.batch)
         result = profile(model, batch, create_optimizer(arguments.optimizer, model))
-    if arguments.json:
-        print(json.dumps(asdict(result), indent=2))
-    else:
-        from revzoo.display.tables.profile import tabulate_profile
-
-        print_renderable(tabulate_profile(result))
+    print_result(asdict(result), tabulate_profile(result), as_json=arguments.json)
     return 0

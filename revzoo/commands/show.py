@@ -1,7 +1,6 @@
 """`revzoo show`: the report of a model as tables, JSON or a picture."""
 
 import argparse
-import json
 from pathlib import Path
 
 from revzoo.commands.model_options import declare_name, read_name
@@ -30,7 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     name, overrides = read_name(arguments.name)
     if arguments.plot is not None:
         require_png(arguments.plot)
-    from revzoo.display.console import print_renderable, show_status
+    from revzoo.display.console import print_result, show_status
+    from revzoo.display.tables.model import tabulate_model
 
     with show_status("counting memory and FLOPs"):
         from revzoo.analysis.counting import report_model
@@ -42,10 +42,5 @@ def run(arguments: argparse.Namespace) -> int:
         from revzoo.display.figures.model import plot_model
 
         plot_model(report, arguments.plot)
-    if arguments.json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
-        from revzoo.display.tables.model import tabulate_model
-
-        print_renderable(tabulate_model(report))
+    print_result(report.to_dict(), tabulate_model(report), as_json=arguments.json)
     return 0

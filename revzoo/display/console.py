@@ -1,5 +1,6 @@
 """Printing tables, and saying what is being done."""
 
+import json
 import os
 import sys
 import threading
@@ -18,6 +19,14 @@ def print_renderable(renderable: RenderableType) -> None:
     """Print a table or a group of them to the standard output."""
     is_known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()  # which rich reads
     Console(highlight=False, width=None if is_known else _WIDTH).print(renderable)
+
+
+def print_result(data: object, table: RenderableType, *, as_json: bool) -> None:
+    """Print data as JSON, or the table of them."""
+    if as_json:
+        print(json.dumps(data, indent=2))
+    else:
+        print_renderable(table)
 
 
 def print_text(text: str) -> None:

@@ -167,4 +167,4 @@ def _find_packed(find: Callable[[Tensor], Tensor | None], positions: Tensor) -> 
 
 def _is_traced(tensor: Tensor | None = None) -> bool:
     """Return whether a tensor has no values now. None has none to ask for."""
-    return tensor is not None and (torch.compiler.is_compiling() or isinstance(tensor, FakeTensor))
+    return tensor is not None and (torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.is_meta)

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.analysis.chains import find_block_chains, find_chains
+from revzoo.device import is_sharded
 from revzoo.errors import PlanError
 from revzoo.file import parse_json
 from revzoo.format import format_bytes, format_seconds, format_spread
@@ -39,7 +40,6 @@ from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.replaced_call import replace_call, restore_call
 from revzoo.runtime.transforms import must_store, warn_user
-from revzoo.sharded import is_sharded
 
 _MOST_VARIANTS = 8  # of what the compiler has made of one module; after these it begins again
 
@@ -318,7 +318,7 @@ class _PlannedCall:
             self._captured.forget()
             results = self._captured(*args, **kwargs)
         if self._thread.has_compiled:
-            self._free_frames()
+            gc.collect()
             self._note_variant()
         if not self._thread.position and self._plans and not must_store():
             self._warn_of_nothing()
@@ -328,10 +328,6 @@ class _PlannedCall:
     def _has_compiled_part(self) -> bool:
         """Whether a part is compiled in place. Then the call is not captured: the compiler keeps that part within the limit."""
         return any(each._compiled_call_impl is not None for each in self._parts)
-
-    def _free_frames(self) -> None:
-        """Free what the compiler raised where it ended a graph: that holds frames, and these hold tensors."""
-        gc.collect()
 
     def _note_variant(self) -> None:
         """Note that the module was compiled anew, and begin again where that has happened too often."""
@@ -355,7 +351,7 @@ class _PlannedCall:
             self._thread.position = at + 1
             if not programs[at]:
                 self._thread.has_compiled = True
-                self._free_frames()
+                gc.collect()  # what the compiler raised where it ended a graph: that holds frames, and these hold tensors
             fitting = (each for each in programs[at] if not isinstance(each, SpannedGraph) or each.fits(given))
             if (program := next(fitting, None)) is None:
                 programs[at].append(program := self._choose(graph, at, given))

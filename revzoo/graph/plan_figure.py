@@ -6,17 +6,13 @@ The axis of a step is its work, so that what runs again takes the width that it 
 from collections.abc import Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from revzoo.display.figures.base import LEFT, draw_heading, save
-from revzoo.display.figures.modes import CHARACTER
-from revzoo.display.figures.plan import GAP, RIGHT, draw_front, draw_memory, lay_out
-from revzoo.display.style import INK, LIGHT_GREY, MODE_COLORS, PALE
-from revzoo.format import format_bytes
+from revzoo.display.figures.modes import Label, draw_labels, draw_legend, find_labels_height
+from revzoo.display.figures.plan import GAP, RIGHT, describe_plan, draw_front, draw_memory, lay_out
+from revzoo.display.style import INK, LIGHT_GREY, MODE_COLORS
 from revzoo.graph.counted_step import CallDetails, Phase, PlanDetails
 from revzoo.graph.module_plan import ModulePlan
 from revzoo.graph.plan_table import name_parts
@@ -45,25 +41,25 @@ def plot_module_plan(plan: ModulePlan, details: PlanDetails, path: str | Path) -
     edges = [0.0, *accumulate(phase.work for phase in phases)]
     inch = edges[-1] / _STEP
     parts = _find_parts(phases, details.calls, inch)
-    upright = [len(label) for label, start, end in parts if _is_upright(label, start, end, inch)]
-    below = 0.3 + 0.85 * CHARACTER * max(upright, default=0)
+    below = find_labels_height(parts, inch)
     figure, memory, cells, names, beside = lay_out(LEFT + _STEP + GAP + _SIDE + RIGHT, _STEP, below, 0.5, _SIDE)
-    draw_heading(figure, plan.setting.model, _describe(plan))
-    top = _draw_memory(memory, plan, details, phases, edges, inch)
+    work = plan.describe_work() if plan.drops_something else "everything is stored"
+    draw_heading(figure, plan.setting.model, describe_plan(plan, work))
+    (loss,) = (k for k, phase in enumerate(phases) if phase.kind == "loss")
+    begin, end = edges[loss], edges[loss + 1]
+    titles = {begin / 2: "forward", (end + edges[-1]) / 2: "backward, with what runs again"}
+    runs = groupby(range(len(phases)), key=lambda k: phases[k].kind == "recovery")
+    again = [(own[0], own[-1]) for is_again, run in runs if is_again and (own := list(run))]
+    where = _name_phase(max(phases, key=lambda phase: phase.bytes), details)
+    limits, sizes = (plan.budget_bytes, plan.no_recompute_peak_bytes), [phase.bytes for phase in phases]
+    top = draw_memory(memory, sizes, edges, (begin, end), titles, limits, where, details.fixed_bytes, inch, again)
     _draw_cells(cells, phases, details.calls, edges, inch)
-    _draw_names(names, parts, phases, edges, inch, below)
+    draw_labels(names, parts, inch, edges[-1], below, mirrored=end)
     assert beside is not None
     _draw_other_budgets(beside, plan, details, top)
-    _draw_legend(figure, details.calls)
+    used = set(map(classify, details.calls))
+    draw_legend(figure, {_MEANINGS[kind]: color for kind, color in _COLORS.items() if kind in used}, len(used))
     save(figure, path)
-
-
-def _describe(plan: ModulePlan) -> list[str]:
-    work = plan.describe_work() if plan.drops_something else "everything is stored"
-    return [
-        plan.setting.describe(),
-        f"peak {format_bytes(plan.peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)}: {work}",
-    ]
 
 
 def _merge(phases: Sequence[Phase]) -> list[Phase]:
@@ -83,20 +79,6 @@ def _merge(phases: Sequence[Phase]) -> list[Phase]:
         else:
             waiting = max(waiting, phase.bytes)
     return merged
-
-
-def _draw_memory(
-    axes: Axes, plan: ModulePlan, details: PlanDetails, phases: Sequence[Phase], edges: Sequence[float], inch: float
-) -> float:
-    """Draw the peak of every phase, and return the top of the axis."""
-    (loss,) = (k for k, phase in enumerate(phases) if phase.kind == "loss")
-    begin, end = edges[loss], edges[loss + 1]
-    titles = {begin / 2: "forward", (end + edges[-1]) / 2: "backward, with what runs again"}
-    runs = groupby(range(len(phases)), key=lambda k: phases[k].kind == "recovery")
-    again = [(own[0], own[-1]) for is_again, run in runs if is_again and (own := list(run))]
-    where = _name_phase(max(phases, key=lambda phase: phase.bytes), details)
-    limits, sizes = (plan.budget_bytes, plan.no_recompute_peak_bytes), [phase.bytes for phase in phases]
-    return draw_memory(axes, sizes, edges, (begin, end), titles, limits, where, details.fixed_bytes, inch, again)
 
 
 def _name_phase(phase: Phase, details: PlanDetails) -> str:
@@ -124,44 +106,18 @@ def _draw_cells(axes: Axes, phases: Sequence[Phase], calls: Sequence[CallDetails
     axes.text(-0.1 * inch, 0.5, "results", fontsize=9, color=INK, ha="right", va="center")
 
 
-def _find_parts(phases: Sequence[Phase], calls: Sequence[CallDetails], inch: float) -> list[tuple[str, float, float]]:
+def _find_parts(phases: Sequence[Phase], calls: Sequence[CallDetails], inch: float) -> list[Label]:
     """Return names of the module's parts below forward, with their left and right ends; the finest that fit."""
     forward = [phase for phase in phases if phase.kind == "forward"]
     room = sum(phase.work for phase in forward) / inch
     labels = name_parts([calls[phase.call].path for phase in forward], int(room / _NARROWEST))
-    parts: list[tuple[str, float, float]] = []
+    parts: list[Label] = []
     at = 0.0
     for label, run in groupby(zip(labels, forward, strict=True), key=lambda each: each[0]):
         end = at + sum(phase.work for _, phase in run)
         parts.append((label, at, end))
         at = end
     return [part for part in parts if part[2] - part[1] >= _NARROWEST * inch]
-
-
-def _is_upright(label: str, start: float, end: float, inch: float) -> bool:
-    return CHARACTER * len(label) > (end - start) / inch
-
-
-def _draw_names(
-    axes: Axes,
-    parts: Sequence[tuple[str, float, float]],
-    phases: Sequence[Phase],
-    edges: Sequence[float],
-    inch: float,
-    below: float,
-) -> None:
-    """Name the parts of the module below forward, each with a bracket."""
-    axes.set(xlim=(0, edges[-1]), ylim=(0, below))
-    axes.axis("off")
-    style: dict[str, Any] = {"fontsize": 8, "color": INK, "ha": "center", "va": "top", "parse_math": False}
-    for label, start, end in parts:
-        pad = min(0.02 * inch, (end - start) / 4)
-        axes.plot([start + pad, end - pad], [below - 0.05] * 2, color=PALE, lw=1.1, solid_capstyle="butt")
-        axes.text((start + end) / 2, below - 0.12, label, rotation=90 if _is_upright(label, start, end, inch) else 0, **style)
-    (loss,) = (k for k, phase in enumerate(phases) if phase.kind == "loss")
-    start = edges[loss + 1]
-    axes.annotate("", (edges[-1], below - 0.08), (start, below - 0.08), arrowprops={"arrowstyle": "<-", "color": PALE, "lw": 1})
-    axes.text((start + edges[-1]) / 2, below - 0.16, "the same parts, last one first", **style)
 
 
 def _draw_other_budgets(axes: Axes, plan: ModulePlan, details: PlanDetails, top: float) -> None:
@@ -176,13 +132,3 @@ def _draw_other_budgets(axes: Axes, plan: ModulePlan, details: PlanDetails, top:
     stored = summarize(plan.no_recompute_peak_bytes, 0, None if stored_seconds is None else 0.0)
     front = [summarize(point.peak_bytes, point.extra_flops, point.extra_seconds) for point in details.front]
     draw_front(axes, planned, plan.budget_bytes, front, {"all stored": stored}, top, plan.total_flops)
-
-
-def _draw_legend(figure: Figure, calls: Sequence[CallDetails]) -> None:
-    """Explain the colours at the bottom of the figure."""
-    width, height = figure.get_size_inches()
-    used = [kind for kind in _COLORS if any(classify(call) == kind for call in calls)]
-    patches = [Patch(color=_COLORS[kind]) for kind in used]
-    style: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "borderaxespad": 0, "borderpad": 0, "handlelength": 1.2}
-    labels = [_MEANINGS[kind] for kind in used]
-    figure.legend(patches, labels, loc="lower left", bbox_to_anchor=(LEFT / width, 0.13 / height), ncols=len(used), **style)

@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from revzoo.display.tables.base import fill
 from revzoo.format import format_bytes, format_flops, format_seconds
 from revzoo.graph.counted_step import PlanDetails
 from revzoo.graph.module_plan import ModulePlan
@@ -29,29 +30,22 @@ def tabulate_module_plan(plan: ModulePlan, details: PlanDetails) -> RenderableTy
 
 
 def _tabulate_comparison(plan: ModulePlan) -> Table:
-    table = Table()
-    table.add_column("plan")
-    for heading in ("peak", "within the budget", "FLOPs", *(["time of a step"] if plan.seconds is not None else [])):
-        table.add_column(heading, justify="right")
-    stored = format_flops(plan.total_flops)
+    stored, is_timed, cells = format_flops(plan.total_flops), plan.seconds is not None, []
     rows = [
         ("this plan", plan.peak_bytes, f"{stored} +{plan.extra_flops / max(1, plan.total_flops):.1%}", plan.seconds),
         ("all stored", plan.no_recompute_peak_bytes, stored, plan.stored_seconds),
         *([] if plan.min_peak_bytes is None else [("smallest found", plan.min_peak_bytes, "", None)]),
     ]
     for name, peak, flops, seconds in rows:
-        time = [] if plan.seconds is None else ["" if seconds is None else format_seconds(seconds)]
-        table.add_row(name, format_bytes(peak), "yes" if peak <= plan.budget_bytes else "no", flops, *time)
-    return table
+        time = ["" if seconds is None else format_seconds(seconds)][: int(is_timed)]
+        cells.append((name, format_bytes(peak), "yes" if peak <= plan.budget_bytes else "no", flops, *time))
+    return fill(Table(), ("plan", "peak", "within\nthe budget", "FLOPs", *["time of\na step"][: int(is_timed)]), cells)
 
 
 def _tabulate_parts(details: PlanDetails) -> Table:
     """Return what every part of the module keeps, and what of it runs again."""
-    table = Table()
-    table.add_column("part of the module")
-    for heading in ("kept", "made again", "calls that run again", "their FLOPs"):
-        table.add_column(heading, justify="right")
     sums: dict[str, list[int]] = {}
+    rows = []
     names = name_parts([call.path for call in details.calls], _MOST_PARTS)
     for name, call in zip(names, details.calls, strict=True):
         row = sums.setdefault(name, [0] * 5)
@@ -60,8 +54,8 @@ def _tabulate_parts(details: PlanDetails) -> Table:
             row[k] += value
     for name, (kept, dropped, reruns, count, flops) in sums.items():
         cells = format_bytes(kept), format_bytes(dropped) if dropped else "", f"{reruns} of {count}" if reruns else ""
-        table.add_row(escape(name), *cells, format_flops(flops) if flops else "")
-    return table
+        rows.append((escape(name), *cells, format_flops(flops) if flops else ""))
+    return fill(Table(), ("part of the module", "kept", "made again", "calls that\nrun again", "their\nFLOPs"), rows)
 
 
 def name_parts(paths: Sequence[str], most: int) -> list[str]:

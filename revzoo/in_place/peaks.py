@@ -8,16 +8,15 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from revzoo.analysis.dry_run import in_mode, isolated
+from revzoo.analysis.dry_run import in_mode
 from revzoo.analysis.report import MemoryReport
-from revzoo.analysis.step_memory import run_and_measure
+from revzoo.analysis.step_memory import count_memory
 from revzoo.block_steps.block_chain import BlockStep
 from revzoo.block_steps.checkpointing import without_checkpoints
 from revzoo.block_steps.conventions import leave_out_caches
-from revzoo.errors import ConversionError, MissingValueError, RecoveryError
+from revzoo.errors import ConversionError, RecoveryError
 from revzoo.format import format_bytes
 from revzoo.in_place.survey import watched_calls
-from revzoo.runtime.drift import ignore_error_growth
 
 _WORTH = 0.95  # of checkpointing's peak: more is no gain that anybody would notice
 
@@ -77,15 +76,16 @@ def count_peaks(model: nn.Module, batch: Any, steps: Sequence[BlockStep], fake: 
     """
     fake = fake or any(p.device.type != "cpu" for p in model.parameters())
     try:
-        reversible = _count_memory(model, batch, fake)
         with ExitStack() as stack:
+            stack.enter_context(in_mode(model, training=True))
+            reversible = count_memory(model, batch, fake=fake)
             for step in steps:
                 step.remove()
                 stack.callback(step.install)
             stack.enter_context(without_checkpoints(model))
-            stored = _count_memory(model, batch, fake)
+            stored = count_memory(model, batch, fake=fake)
             stack.enter_context(watched_calls({step.name: step.block for step in steps}, checkpoint_block))
-            return Peaks(stored, _count_memory(model, batch, fake), reversible)
+            return Peaks(stored, count_memory(model, batch, fake=fake), reversible)
     except RecoveryError as error:
         raise ConversionError(
             f"A training step of the reversible {type(model).__name__} fails on this batch, so the network is as it was: "
@@ -94,17 +94,6 @@ def count_peaks(model: nn.Module, batch: Any, steps: Sequence[BlockStep], fake: 
         ) from error
     except Exception as error:  # a network may raise anything where its tensors have no values
         return f"the peak of a training step was not counted: {type(error).__name__}: {error}".partition("\n")[0]
-
-
-def _count_memory(model: nn.Module, batch: Any, fake: bool) -> MemoryReport:
-    with in_mode(model, training=True), ignore_error_growth():
-        try:
-            with isolated(model, batch, fake=fake) as inputs:
-                return run_and_measure(model, inputs).memory
-        except MissingValueError:
-            pass  # and again with them, if the model has some
-        with isolated(model, batch) as inputs:
-            return run_and_measure(model, inputs).memory
 
 
 def checkpoint_block(_: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

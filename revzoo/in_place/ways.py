@@ -1,6 +1,5 @@
 """Ways to train a network, to be counted side by side: each changes it inside a `with` block alone."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -12,6 +11,7 @@ from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import preserve
 from revzoo.device import has_value
 from revzoo.errors import ConversionError, UnknownNameError
+from revzoo.graph.assumption import assuming
 from revzoo.in_place.block_lists import choose_chains, find_lists
 from revzoo.in_place.chunk_loss import chunk_loss_, get_chunked_head, is_head_of_tokens
 from revzoo.in_place.peaks import checkpoint_block
@@ -64,7 +64,7 @@ def _cut_blocks(model: nn.Module, batch: Any, **options: Any) -> Iterator[None]:
     has_values = any(map(has_value, model.parameters()))
     try:
         given = {} if has_values else {"batch": batch, "split": ("attention", "mlp")}
-        with without_packing_masks(batch):
+        with without_masks(batch):
             reversible_(model, tiles=TILES, **given, **options)
     except (ConversionError, UnknownNameError):
         reversible_(model, tiles=TILES, **options)
@@ -74,22 +74,9 @@ def _cut_blocks(model: nn.Module, batch: Any, **options: Any) -> Iterator[None]:
         ordinary_(model)
 
 
-@contextmanager
-def without_packing_masks(batch: Any) -> Iterator[None]:
-    """Let Transformers' networks make no masks for several texts in a row.
-
-    They look at the values of positions whether there are some, and without values take it that there are.
-    """
-    masking, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
-    own = getattr(masking, name, None)
-    if masking is None or own is None or (isinstance(batch, Mapping) and "position_ids" in batch):
-        yield
-        return
-    setattr(masking, name, lambda position_ids: None)
-    try:
-        yield
-    finally:
-        setattr(masking, name, own)
+def without_masks(batch: Any) -> AbstractContextManager[None]:
+    """Let Transformers' networks make no masks that they would not make if they saw the values of this batch."""
+    return assuming(not isinstance(batch, Mapping) or batch.keys().isdisjoint(("attention_mask", "position_ids")))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from revzoo.sharded import is_sharded
+from revzoo.device import is_sharded
 
 _WIDTHS = (8, 4, 2, 1)  # fields of these widths fill a byte without gaps; every number of bits is a sum of some of them
 

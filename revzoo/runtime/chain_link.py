@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
+from revzoo.device import is_sharded
 from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime import seams
 from revzoo.runtime.coupling import Pair
@@ -21,7 +22,6 @@ from revzoo.runtime.refill_hooks import Recoverer
 from revzoo.runtime.segment import InvertedSegment, KeptStates, SavedInputs
 from revzoo.runtime.tiles import MARK
 from revzoo.runtime.update import BijectionUpdate, Step, StepUpdate
-from revzoo.sharded import is_sharded
 
 
 def run_link(

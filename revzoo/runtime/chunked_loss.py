@@ -18,17 +18,17 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from revzoo.device import has_value
+from revzoo.device import has_value, is_sharded
 from revzoo.dtype import HALF
 from revzoo.errors import InputError
 from revzoo.runtime.chunk_size import choose_chunk
 from revzoo.runtime.compiling import exclude_from_compilation, is_traced
 from revzoo.runtime.independence import OF_MODULES, find_known_mixing, find_mixing
 from revzoo.runtime.inventory import take_inventory
+from revzoo.runtime.known_gradients import KnownGradients
 from revzoo.runtime.ownership import is_held_alone
 from revzoo.runtime.tiles import Tile
 from revzoo.runtime.traced_logits import TracedLogits
-from revzoo.sharded import is_sharded
 
 Head = Callable[[Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -157,7 +157,7 @@ def compute_in_chunks(
         total = part if total is None else total + part
     assert total is not None
     if gradients.sums:
-        total = _Known.apply(total, len(gradients.sums), *gradients.sums, *gradients.sums.values())
+        total = KnownGradients.apply(total, len(gradients.sums), *gradients.sums, *gradients.sums.values())
     if reduction == "mean":  # divided here: gradients of a mean would be smaller than what float16 has
         total = total / max(count, 1)
     return total if count or reduction == "sum" else total + float("nan")  # as in PyTorch, also in that gradients are zero
@@ -268,28 +268,6 @@ def no_hooks(leaves: tuple[Tensor, ...] | list[Tensor] = ()) -> Iterator[None]:
 
 def _return(x: Tensor) -> Tensor:
     return x
-
-
-class _Known(torch.autograd.Function):
-    """A number whose gradients are known already."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, count: int, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors[count:])
-        ctx.dtypes = [tensor.dtype for tensor in tensors[:count]]
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise InputError(
-                "chunked_loss has first derivatives only. Received: a backward with create_graph=True. Use "
-                "torch.nn.functional.cross_entropy where its gradient is differentiated again."
-            )
-        # In place, unless this runs again: AccumulateGrad then takes what nobody else holds as the parameter's gradient.
-        multiply = Tensor.mul if torch._C._autograd._get_current_graph_task_keep_graph() else Tensor.mul_
-        sums = [multiply(known, gradient).to(dtype) for known, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
-        return (None, None, *sums, *[None] * len(sums))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from revzoo.bounds import MOST_KEPT_BITS, FiniteFloat, FractionBits, KeptBits, NonZeroFloat, Rate, Sign, StepSize
+from revzoo.device import is_sharded
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.registry import couplings
-from revzoo.sharded import is_sharded
 
 Pair = tuple[Tensor, Tensor]  # (w[k-1], w[k])
 

@@ -24,14 +24,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from revzoo.device import can_read_now, check_after_backward, has_value, is_capturing
+from revzoo.device import can_read_now, check_after_backward, has_value, is_capturing, is_sharded
 from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime import seams
 from revzoo.runtime.bits import PackedBits, choose_dtype, pack, unpack
 from revzoo.runtime.compiling import FunctionCompiler
 from revzoo.runtime.coupling import Coupling, RandomSign
 from revzoo.runtime.nested import wraps_tensors
-from revzoo.sharded import is_sharded
 
 # Binary digits after the point, and in total. The states of trained networks stay far below 2^8 (the largest seen is 0.12 of
 # it), and for values above 2^8 float32 itself is coarser than 2^-16.

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from revzoo.device import is_sharded
 from revzoo.errors import InputError
-from revzoo.sharded import is_sharded
 
 Tensors = dict[str, Tensor | None]
 Pattern = str | type[nn.Module] | Callable[[nn.Module], bool]  # names submodules

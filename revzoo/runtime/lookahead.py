@@ -38,14 +38,13 @@ from weakref import ref
 
 import torch
 
-from revzoo.device import has_streams
+from revzoo.device import has_streams, is_sharded
 from revzoo.errors import InputError
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.forward import processes_communicate, runs_step
 from revzoo.runtime.random_state import leave_alone
 from revzoo.runtime.refill_hooks import Handle
 from revzoo.runtime.tripwire import judge_deferred
-from revzoo.sharded import is_sharded
 
 LookaheadOption = Literal[0, 1]
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from revzoo.device import is_sharded
 from revzoo.errors import InputError
 from revzoo.runtime import seams
 from revzoo.runtime.chain_link import call_once
@@ -34,7 +35,6 @@ from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.segment import InvertedSegment, KeptStates, SavedInputs
 from revzoo.runtime.tiles import Tile, Tiles, cut_side, cut_terms, note_examples
 from revzoo.runtime.update import States, Step, StepUpdate, Strides, Update, get_strides, restore_strides
-from revzoo.sharded import is_sharded
 
 
 class TileUpdate(Update):

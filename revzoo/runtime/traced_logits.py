@@ -16,6 +16,7 @@ from torch.func import grad_and_value
 from revzoo.dtype import HALF
 from revzoo.errors import InputError
 from revzoo.runtime.chunk_size import choose_chunk
+from revzoo.runtime.known_gradients import KnownGradients
 
 _Run = Callable[[dict[str, Tensor], Tensor], Tensor]
 _Follow = tuple[tuple[str, tuple[Any, ...]], ...]
@@ -168,7 +169,7 @@ class TracedLogits:
             for name, each in others.items():
                 wide = each.float() if each.dtype in HALF else each
                 sums[name] = sums[name] + wide if name in sums else wide
-        total = _Known.apply(total, 1 + len(trained), self.hidden, *trained.values(), torch.cat(parts), *sums.values())
+        total = KnownGradients.apply(total, 1 + len(trained), self.hidden, *trained.values(), torch.cat(parts), *sums.values())
         return total / (target != ignore_index).sum() if reduction == "mean" else total
 
 
@@ -196,18 +197,3 @@ for each in _OF_EACH_TOKEN:
     setattr(TracedLogits, each, _follow(each))
 for each in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"):
     setattr(TracedLogits, each, _refuse)
-
-
-class _Known(torch.autograd.Function):
-    """A number whose gradients are known: of so many tensors, which follow before them."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, count: int, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors[count:])
-        ctx.dtypes = [each.dtype for each in tensors[:count]]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        known = [(each * gradient).to(dtype) for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
-        return None, None, *known, *(None for _ in known)

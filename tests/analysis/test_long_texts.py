@@ -14,7 +14,7 @@ from torch import nn
 
 import revzoo
 from revzoo.analysis.dry_run import compute_cross_entropy, compute_usual_loss
-from revzoo.in_place.ways import checkpoint_blocks, chunk_loss_of, make_blocks_reversible, without_packing_masks
+from revzoo.in_place.ways import checkpoint_blocks, chunk_loss_of, make_blocks_reversible, without_masks
 
 
 class Llama(NamedTuple):
@@ -74,7 +74,7 @@ def count_step(T: int, llama: Llama, way: str) -> revzoo.MemoryReport:
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
         batch = {"input_ids": torch.empty(1, T, dtype=torch.int64)}
     change, chunk = WAYS[way]
-    with without_packing_masks(batch), chunk(model), change(model):
+    with without_masks(batch), chunk(model), change(model):
         return revzoo.measure_memory(model, batch, loss=compute_usual_loss)
 
 
@@ -109,7 +109,7 @@ def test_a_llama_without_values_is_split_and_cut():
         with torch.device("meta"):
             model = transformers.LlamaForCausalLM(config).train()
             batch = {"input_ids": torch.empty(1, 2048, dtype=torch.int64)}
-        with without_packing_masks(batch):
+        with without_masks(batch):
             revzoo.reversible_(model, batch=batch, split=("attention", "mlp"), tiles=tiles, kept_bits=1, sign="random")
             peaks[tiles] = revzoo.measure_memory(model, batch, loss=compute_usual_loss).activation_bytes
     hidden = 4 * 2048 * 1024

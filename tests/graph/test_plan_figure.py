@@ -62,7 +62,7 @@ def test_a_step_is_drawn_as_it_is(blocks, figures, tmp_path):
     keep, rerun = MODE_COLORS["store"], MODE_COLORS["recompute"]
     assert colors == [keep, LIGHT_GREY, *[keep, rerun] * blocks, keep, *[rerun] * blocks]
     parts = ["stem", "blocks.0", "blocks.1", "head"] if blocks == 2 else ["blocks"]  # as fine as there is room for
-    assert [text.get_text() for text in names.texts if text.get_text()] == [*parts, "the same parts, last one first"]
+    assert [text.get_text() for text in names.texts if text.get_text()] == [*parts, "the same, last one first"]
     assert len(figures[0].legends[0].get_texts()) == 3
     marked = [(line.get_xdata()[0], line.get_ydata()[0]) for line in front.lines if len(line.get_xdata()) == 1]
     assert marked == [(0, plan.no_recompute_peak_bytes), (5.0, plan.peak_bytes)]
@@ -101,4 +101,4 @@ def test_the_table_says_what_every_part_keeps():
         ["head", "1.0 MiB", "", "", ""],
     ]
     assert "Backward needs 6.0 MiB of what forward makes. 4.0 MiB are kept." in printed
-    assert len(print_table(*make_plan(40)).splitlines()) < 20
+    assert len(print_table(*make_plan(40)).splitlines()) < 22

@@ -17,7 +17,7 @@ import revzoo
 ROOT = Path(revzoo.__file__).parent
 # Each row may import the rows above it. Names in one row never import one another.
 LAYERS = [
-    ("bounds", "device", "dtype", "errors", "file", "format", "metric", "noise", "sharded"),
+    ("bounds", "device", "dtype", "errors", "file", "format", "metric", "noise"),
     ("plugin",),
     ("bijection", "hub", "invertible", "registry"),
     ("inplace_abn",),

@@ -1,6 +1,6 @@
 """Schedules as rows of coloured cells, with the names of the units below and a legend of the modes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -13,6 +13,8 @@ from revzoo.display.figures.base import LEFT
 from revzoo.display.style import INK, MODE_COLORS, PALE
 from revzoo.display.unit_name import parse_unit_name
 from revzoo.runtime.mode import MODES, Mode
+
+Label = tuple[str, float, float]  # of what is between two places of an axis
 
 CHARACTER = 0.075  # width of a character at 8 points [inch]
 _NARROWEST = 0.13  # units that are named [inch]
@@ -42,39 +44,44 @@ def draw_mode_cells(
     axes.pcolormesh(xs, ys, grid, cmap=colors, vmin=-0.5, vmax=len(MODES) - 0.5, edgecolors="white", linewidth=line_width)
 
 
-def draw_unit_names(axes: Axes, units: Sequence[str], cell: float, count: int, height: float) -> None:
-    """Name the units below their cells, each stage once with a bracket over its units.
+def draw_labels(axes: Axes, labels: Sequence[Label], inch: float, right: float, height: float, mirrored: float = 0) -> None:
+    """Draw labels below forward, each with a bracket over what it names.
 
     Args:
-        axes: of this height; its width is that of `count` cells.
-        units: names of the units, which take the first cells.
-        cell: width of a cell [inch].
-        count: number of cells.
-        height: as `unit_names_height` gives it [inch].
+        axes: of this height, from 0 to `right`.
+        labels: to be drawn.
+        inch: what an inch of the axis is.
+        right: the end of the axis.
+        height: as `find_labels_height` gives it [inch].
+        mirrored: where backward begins, in which the same follows the other way round; 0 is nowhere.
     """
-    axes.set(xlim=(0, count), ylim=(0, height))
+    axes.set(xlim=(0, right), ylim=(0, height))
     axes.axis("off")
-    for label, start, end in group_units(units, cell):
-        pad = min(0.25, 0.03 / cell)
+    style: dict[str, Any] = {"fontsize": 8, "color": INK, "ha": "center", "va": "top", "parse_math": False}
+    for label, start, end in labels:
+        pad = min(0.02 * inch, (end - start) / 4)
         axes.plot([start + pad, end - pad], [height - 0.05] * 2, color=PALE, lw=1.1, solid_capstyle="butt")
-        style: dict[str, Any] = {"fontsize": 8, "color": INK, "ha": "center", "va": "top", "parse_math": False}
-        upright = _is_turned(label, start, end, cell)
+        upright = _is_upright(label, start, end, inch)
         axes.text((start + end) / 2, height - 0.12, label, rotation=90 if upright else 0, **style)
+    if mirrored:
+        arrow = {"arrowstyle": "<-", "color": PALE, "lw": 1}
+        axes.annotate("", (right, height - 0.08), (mirrored, height - 0.08), arrowprops=arrow)
+        axes.text((mirrored + right) / 2, height - 0.16, "the same, last one first", **style)
 
 
-def unit_names_height(units: Sequence[str], cell: float) -> float:
-    """Return the height that the names below cells of this width take [inch]."""
-    upright = [len(label) for label, start, end in group_units(units, cell) if _is_turned(label, start, end, cell)]
+def find_labels_height(labels: Sequence[Label], inch: float) -> float:
+    """Return the height that labels take below an axis, an inch of which is `inch` [inch]."""
+    upright = [len(label) for label, start, end in labels if _is_upright(label, start, end, inch)]
     return 0.3 + 0.85 * CHARACTER * max(upright, default=0)
 
 
-def _is_turned(label: str, start: int, end: int, cell: float) -> bool:
-    """Return whether a label is turned by 90 degrees because it is wider than its cells."""
-    return CHARACTER * len(label) > (end - start) * cell
+def _is_upright(label: str, start: float, end: float, inch: float) -> bool:
+    """Return whether a label is turned by 90 degrees because it is wider than what it names."""
+    return CHARACTER * len(label) > (end - start) / inch
 
 
-def group_units(units: Sequence[str], cell: float) -> list[tuple[str, int, int]]:
-    """Return (label, start, end) for each run of units that are named together and have room for a name.
+def label_units(units: Sequence[str], cell: float) -> list[Label]:
+    """Return a label for each run of units that are named together and have room for a name.
 
     Args:
         units: names of the units.
@@ -95,13 +102,18 @@ def _group_key(name: str, k: int) -> tuple[str, int]:
 
 def draw_mode_legend(figure: Figure, schedule: Sequence[str], with_counts: bool = True) -> None:
     """Explain at the bottom of the figure the modes that occur in a schedule, and how many units have each."""
-    width, height = figure.get_size_inches()
     used = [mode for mode in MODES if mode in schedule]
     labels = [f"{mode}{f' ({schedule.count(mode)})' if with_counts else ''}: {_MEANINGS[mode]}" for mode in used]
-    patches = [Patch(color=MODE_COLORS[mode]) for mode in used]
-    where = (LEFT / width, 0.13 / height)
+    colors = [MODE_COLORS[mode] for mode in used]
+    draw_legend(figure, dict(zip(labels, colors, strict=True)), _legend_columns(figure.get_size_inches()[0]))
+
+
+def draw_legend(figure: Figure, colors: Mapping[str, str], columns: int) -> None:
+    """Explain colours at the bottom of the figure."""
+    width, height = figure.get_size_inches()
+    patches = [Patch(color=color, label=label) for label, color in colors.items()]
     style: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "borderaxespad": 0, "borderpad": 0, "handlelength": 1.2}
-    figure.legend(patches, labels, loc="lower left", bbox_to_anchor=where, ncols=_legend_columns(width), **style)
+    figure.legend(handles=patches, loc="lower left", bbox_to_anchor=(LEFT / width, 0.13 / height), ncols=columns, **style)
 
 
 def mode_legend_height(schedule: Sequence[str], width: float) -> float:

@@ -15,11 +15,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from revzoo.display.figures.base import LEFT, draw_heading, mark_bytes, new_figure, save, simplify_axes
 from revzoo.display.figures.modes import (
     CHARACTER,
+    draw_labels,
     draw_mode_cells,
     draw_mode_legend,
-    draw_unit_names,
+    find_labels_height,
+    label_units,
     mode_legend_height,
-    unit_names_height,
 )
 from revzoo.display.style import BLUE, CREAM, GREY, INK, LIGHT_BLUE, LIGHT_ORANGE, MODE_COLORS, PALE, RED
 from revzoo.display.unit_name import parse_unit_name
@@ -51,12 +52,14 @@ def plot_plan(
     count = len(plan.phase_peaks)
     span = min(max(_PHASE * count, _MIN_WIDTH), _MAX_WIDTH)
     side = 2.2 if front else 0.0
-    below = unit_names_height(plan.units, span / count)
+    labels = label_units(plan.units, span / count)
+    below = find_labels_height(labels, count / span)
     width = LEFT + span + (side + GAP if front else 0) + RIGHT
     figure, memory, cells, names, beside = lay_out(width, span, below, mode_legend_height(plan.schedule, width), side)
     draw_heading(figure, plan.setting.model, _plan_lines(plan, others or {}))
     top = _draw_memory(memory, plan, fixed_bytes, count / span)
-    _draw_modes(cells, names, plan, span, below)
+    _draw_modes(cells, plan, span)
+    draw_labels(names, labels, count / span, count, below, mirrored=len(plan.units) + 1)
     if beside is not None:
         draw_front(beside, summarize_plan(plan), plan.budget_bytes, front, others or {}, top)
     draw_mode_legend(figure, plan.schedule)
@@ -71,11 +74,13 @@ def _plan_lines(plan: Plan, others: Mapping[str, SchedulePoint]) -> list[str]:
         if stored is not None and stored["seconds"]:
             ratio = plan.seconds / stored["seconds"] - 1
             work += f", {ratio:+.1%} against storing everything ({format_seconds(stored['seconds'])})"
-    return [
-        plan.setting.describe(),
-        f"peak {format_bytes(plan.peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)}: {work}"
-        + ", with look-ahead" * plan.lookahead,
-    ]
+    return describe_plan(plan, work + ", with look-ahead" * plan.lookahead)
+
+
+def describe_plan(plan: Any, work: str) -> list[str]:
+    """Return the lines below the heading: what a plan is for, and what it takes."""
+    peak = f"peak {format_bytes(plan.peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)}"
+    return [plan.setting.describe(), f"{peak}: {work}"]
 
 
 def _draw_memory(axes: Axes, plan: Plan, fixed_bytes: int, inch: float) -> float:
@@ -197,8 +202,8 @@ def _draw_peak(
     axes.text(x, y - 0.01 * top, "\n".join(lines), linespacing=1.35, bbox=box, **style)
 
 
-def _draw_modes(cells: Axes, names: Axes, plan: Plan, span: float, below: float) -> None:
-    """Draw the schedule below forward, mirrored below backward, and name the units below forward."""
+def _draw_modes(cells: Axes, plan: Plan, span: float) -> None:
+    """Draw the schedule below forward, mirrored below backward."""
     count, n = len(plan.phase_peaks), len(plan.units)
     lines = 0.9 if span / count > 0.08 else 0.3
     draw_mode_cells(cells, [plan.schedule], range(n + 1), (0, 1), lines)
@@ -206,10 +211,6 @@ def _draw_modes(cells: Axes, names: Axes, plan: Plan, span: float, below: float)
     cells.set(xlim=(0, count), ylim=(0, 1))
     cells.axis("off")
     cells.text(-0.1 * count / span, 0.5, "mode", fontsize=9, color=INK, ha="right", va="center")
-    draw_unit_names(names, plan.units, span / count, count, below)
-    names.annotate("", (count, below - 0.08), (n + 1, below - 0.08), arrowprops={"arrowstyle": "<-", "color": PALE, "lw": 1})
-    label = "the same units, last one first"
-    names.text((n + 1 + count) / 2, below - 0.16, label, fontsize=8, color=INK, ha="center", va="top")
 
 
 def draw_front(
