@@ -101,9 +101,9 @@ def test_a_module_goes_with_its_last_reference(use: Callable[[nn.Module], object
 
 
 def test_no_text_of_graphs_stays():
-    before = len(_loader.eval_cache)
+    before = set(_loader.eval_cache)
     count(train_and_release, Tapped, 2)
-    assert len(_loader.eval_cache) == before
+    assert _loader.eval_cache.keys() <= before  # texts of what was compiled earlier may go
 
 
 @pytest.mark.filterwarnings("ignore:Annealed is compiled anew again and again")
