@@ -16,11 +16,11 @@ weights, buffers and batch, so that gradients count.
                               smallest that can be planned
 
 With the backends "eager" and "aot_eager" all bytes and FLOPs are counted and gradients are compared to the bit. Plans are
-searched for the least of FLOPs and bytes made together, which are therefore counted, too. With "inductor", peaks are those of
-the allocator's events, for which plans are measured (compiled=True), gradients are compared to a thousandth, and the kernels
-are the calls in the code that it has written. The time is that of one CPU thread over the stored step: the ways take turns, and
-the median of all rounds is taken. Times to compile are CPU seconds of the first step without those of the C++ compiler, over
-those with checkpoints.
+searched for the least of FLOPs and bytes made together, which are therefore counted, too; where a rival takes fewer FLOPs,
+there is a plan for FLOPs alone as well. With "inductor", peaks are those of the allocator's events, for which plans are
+measured (compiled=True), gradients are compared to a thousandth, and the kernels are the calls in the code that it has
+written. The time is that of one CPU thread over the stored step: the ways take turns, and the median of all rounds is taken.
+Times to compile are CPU seconds of the first step without those of the C++ compiler, over those with checkpoints.
 """
 
 import argparse
@@ -56,6 +56,8 @@ from torch.profiler import ProfilerActivity, profile
 import revzoo
 from revzoo.analysis.flops import FLOPS_PER_BYTE, FlopCounterOfReplacedCalls
 from revzoo.errors import BudgetError
+from revzoo.graph import compiler
+from revzoo.graph.front import find_front
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 
 BACKENDS = ("eager", "aot_eager", "inductor")
@@ -131,6 +133,8 @@ class _Trained:
         if way.checkpoint is not None:
             put_checkpoints(self._module, network.blocks, way.checkpoint)
         self._call = self._module if backend == "eager" else torch.compile(self._module, backend=backend, fullgraph=True)
+        if way.by_flops:
+            compiler.find_front = partial(find_front, count_flops_only=True)
         if way.peak is not None:
             self._apply_plan(way.peak)
 
@@ -220,9 +224,16 @@ def measure_network(network: Network, backend: str, budgets: Sequence[float], ro
     larger = {peak: name for peak, name in sorted(plans.items()) if peak > least.get("budget_bytes", 0)}
     for peak, name in larger.items():
         measure(Way(name, peak=peak))
+    by_way = {row["way"]: row for row in rows}
     for row in rivals[1:]:
-        if "error" not in row:
-            row["plan"] = larger.get(row["peak_bytes"], least["way"])
+        if "error" in row:
+            continue
+        name = row["plan"] = larger.get(row["peak_bytes"], least["way"])
+        if by_way[name].get("flops", 0) > row.get("flops", 0):
+            row["plan_by_flops"] = f"{name}, by FLOPs"
+            if row["plan_by_flops"] not in by_way:
+                peak = row["peak_bytes"] if name != least["way"] else 0
+                by_way[row["plan_by_flops"]] = measure(Way(row["plan_by_flops"], peak=peak, by_flops=True))
     times = [{name: process.time_step() for name, process in processes.items()} for _ in range(rounds)]
     for row in rows:
         if row["way"] in processes:
@@ -259,11 +270,17 @@ def judge(rows: list[Row]) -> Row:
     by_way = {row["way"]: row for row in rows}
     pairs = [(row, by_way[row["plan"]]) for row in rows if "plan" in row and "error" not in by_way[row["plan"]]]
     result: Row = {"points": len(pairs)}
-    for key, what in (("work", "FLOPs"), ("priced", "FLOPs and bytes made"), ("time", "time")):
+    by_flops = [(row, by_way[row.get("plan_by_flops", row["plan"])]) for row, _ in pairs]
+    for key, what, compared in (
+        ("work", "FLOPs by plans for FLOPs alone", by_flops),
+        ("work", "FLOPs", pairs),
+        ("priced", "FLOPs and bytes made", pairs),
+        ("time", "time", pairs),
+    ):
         if key in rows[0]:
-            more = {rival["way"]: plan[key] - rival[key] for rival, plan in pairs if plan[key] > rival[key]}
+            more = {rival["way"]: plan[key] - rival[key] for rival, plan in compared if plan[key] > rival[key]}
             result |= {f"as good in {what}": len(pairs) - len(more), f"more {what}": more}
-            for rival, plan in pairs if key != "priced" else ():
+            for rival, plan in compared if key != "priced" else ():
                 rival["planned"] = plan[key]
     result["peaks above the rival's"] = {rival["way"]: plan["peak"] for rival, plan in pairs if plan["peak"] > rival["peak"]}
     result["peaks over budget"] = {row["way"]: row["over_budget"] for row in rows if row.get("over_budget", 0) > 1}

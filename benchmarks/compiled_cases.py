@@ -80,12 +80,14 @@ class Way:
         checkpoint: options of a checkpoint around every block; None is without.
         memory_budget: PyTorch's.
         peak: what a plan may take above weights, buffers and batch, in bytes; 0 is as little as it can.
+        by_flops: whether a plan is the one with the least FLOPs: norms and activations are free, as for PyTorch's partitioner.
     """
 
     name: str
     checkpoint: dict[str, Any] | None = None
     memory_budget: float = 1.0
     peak: int | None = None
+    by_flops: bool = False
 
 
 def list_rivals(backend: str, budgets: Sequence[float]) -> Iterator[Way]:
