@@ -12,7 +12,7 @@ from revzoo.commands.parser import Parser
 from revzoo.errors import RevzooError, UnknownNameError, explain_os_error
 
 COMMANDS = (
-    "list", "show", "fits", "compare", "profile", "plan", "convert", "export", "check", "train", "eval", "predict", "generate",
+    "list", "show", "fits", "profile", "plan", "convert", "export", "check", "train", "eval", "predict", "generate",
     "verify", "numerics", "tokenizer",
 )  # fmt: skip
 

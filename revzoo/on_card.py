@@ -7,9 +7,8 @@ evenly, and at most as its square.
 """
 
 import textwrap
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -34,12 +33,10 @@ from revzoo.analysis.step_memory import run_and_measure
 from revzoo.errors import BudgetError, InputError, MissingValueError, RevzooError
 from revzoo.graph.module_planner import plan_module
 from revzoo.graph.progress import Report, keep_silent
-from revzoo.in_place.ways import CHUNKED, Way, chunk_loss_of, has_head_of_tokens, in_mode, list_ways, without_masks
-from revzoo.model.model import Model
+from revzoo.in_place.ways import Way, has_head_of_tokens, in_mode, list_ways, without_masks
 from revzoo.planning.card import Fits, Method, parse_card
 from revzoo.planning.fit import find_largest
 from revzoo.planning.planner import solve
-from revzoo.planning.profiling.clock import find_median, make_clock
 from revzoo.planning.profiling.hooks import PlannableModel
 from revzoo.planning.profiling.profile import profile
 from revzoo.runtime.drift import ignore_error_growth
@@ -50,8 +47,6 @@ from revzoo.runtime.nested import map_tensors, tensors_in
 _MOST = 2**20  # examples or tokens
 _BEFORE_PLANS = ("checkpointed", "inverted")  # a plan may be as large as they are
 _USUAL_CARD = 24 * 10**9  # RTX 3090 and 4090, L4, A10
-_ROUNDS = 3  # of timed steps
-_COMPARED = {"stored": Mode.STORE, "checkpointed": Mode.RECOMPUTE, "reversible": Mode.INVERT}
 _PLENTY = 2**60  # a budget that everything fits
 _LONGEST_PROBLEM = 240  # characters
 
@@ -126,65 +121,6 @@ def fits(
         methods.append(_try("planned", partial(_plan, count, stored, memory, most_of_others, report)))
     methods += count_ways(ways)
     return replace(answer, fixed_bytes=fixed, methods=tuple(methods))
-
-
-def compare_losses(
-    model: Model,
-    size: int,
-    card: str | int | None = None,
-    *,
-    optimizer: torch.optim.Optimizer,
-    precision: torch.dtype | None = None,
-    report: Report | None = None,
-) -> tuple[Fits, dict[str, float]]:
-    """Return what a step of a language model takes stored, checkpointed and reversible, with its whole loss and a chunked one.
-
-    Bytes are counted, as by `fits`; a few steps of each kind are run in turn, and timed.
-
-    Args:
-        model: the language model, on the device to time it on, where its weights change; on the meta device nothing is timed.
-        size: texts in the batch, each as long as the model reads.
-        card, report: as for `fits`.
-        optimizer: of its parameters.
-        precision: of autocast; None is without.
-    Returns: the counts; tokens per second of each method by its name, medians.
-    """
-    report, ids = report or keep_silent, model.example_input(size)
-    answer = Fits(model.spec.name, size, "batch", _read_card() if card is None else parse_card(card), 0, ())
-    taken, limit = count_optimizer(model, optimizer), answer.limit_bytes
-    count = _Count(model, ids, 0, size, _MOST, limit, optimizer, taken, compute_cross_entropy)
-    ways: dict[str, tuple[Mode, Way]] = {}
-    for name, mode in _COMPARED.items():
-        ways |= {name: (mode, nullcontext), name + CHUNKED: (mode, chunk_loss_of)}
-    methods, least, fixed = list[Method](), 0, 0
-    for name, (mode, change) in ways.items():
-        report(f"counting: {name}")
-        with in_mode(model, mode), change(model), _autocast(ids, precision):
-            memory, flops = count.run(size)
-            least = least or flops
-            methods.append(count.describe(name, memory, flops / least))
-        fixed = memory.weight_bytes + memory.buffer_bytes + memory.gradient_bytes + memory.optimizer_bytes
-    clock, seconds = make_clock(ids.device, elapsed=True), defaultdict[str, list[float]](list)
-    for round_ in range(0 if ids.is_meta else _ROUNDS + 1):  # the first warms up
-        for name, (mode, change) in ways.items():
-            report(f"timing: {name}")
-            with in_mode(model, mode), change(model):
-                begin = clock.mark()
-                with _autocast(ids, precision):
-                    logits = model(ids)
-                compute_cross_entropy(logits).backward()
-                del logits
-                optimizer.step()
-                optimizer.zero_grad()
-                end = clock.mark()
-            if round_:
-                seconds[name].append(clock.measure(begin, end))
-    rates = {name: ids.numel() / find_median(samples).seconds for name, samples in seconds.items()}
-    return replace(answer, fixed_bytes=fixed, methods=tuple(methods)), rates
-
-
-def _autocast(x: Tensor, precision: torch.dtype | None) -> AbstractContextManager[Any]:
-    return nullcontext() if precision is None else torch.autocast(x.device.type, precision)
 
 
 @dataclass(frozen=True)

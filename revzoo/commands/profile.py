@@ -18,10 +18,10 @@ def declare(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Profile a model and print the result."""
     from revzoo.display.console import print_result, show_status
-    from revzoo.display.tables.profile import tabulate_profile
 
     with show_status("counting and timing every unit"):
         model = create_model(arguments)
+        from revzoo.display.tables.profile import tabulate_profile
         from revzoo.planning.profiling.profile import profile
 
         batch = create_batch(model, arguments.batch)

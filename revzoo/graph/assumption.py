@@ -144,9 +144,9 @@ def _assume(condition: Tensor) -> bool:
 @cache
 def _list_stand_ins() -> dict[str, Callable[..., Any]]:
     own = vars(sys.modules[_MODULE])
+    answers = dict.fromkeys(_MASK_QUESTIONS, _ask_without_padding) | {_PACKING_QUESTION: _find_packed}
     stand_ins: dict[str, Callable[..., Any]] = {
-        **{name: partial(_ask_without_padding, own[name]) for name in _MASK_QUESTIONS if name in own},
-        _PACKING_QUESTION: partial(_find_packed, own[_PACKING_QUESTION]),
+        **{name: partial(answer, own[name]) for name, answer in answers.items() if name in own},
         "is_tracing": _is_traced,
         "is_torchdynamo_exporting": lambda: False,  # of all that is compiled, PyTorch before 2.14 says that it is
     }

@@ -93,8 +93,8 @@ class CompiledCall:
                 return self._run(*args, **kwargs)
         finally:
             self.backend.sources += range(first, _loader.next_id)
-            while _waiting:
-                _forget(_waiting.pop())
+            for _ in range(len(_waiting)):
+                _forget(_waiting.pop(0))
 
 
 class _Backend:

@@ -19,7 +19,7 @@ from torch.autograd.profiler import record_function
 from revzoo.analysis.autocast import leave_autocast
 from revzoo.analysis.dry_run import LossFunction, call, compute_loss, isolated, memory_errors
 from revzoo.device import forget_peak, has_streams, has_value
-from revzoo.errors import BudgetError, InputError
+from revzoo.errors import BudgetError
 from revzoo.format import format_bytes
 from revzoo.graph.module_plan import ModulePlan, release
 from revzoo.graph.refusal import unwrap
@@ -33,10 +33,13 @@ _SECOND = "revzoo: the second step"  # its name among the events
 _SPARE = 0.02  # of it, taken off besides what a step was above it, since peaks fall in steps
 
 
-def is_measurable(module: nn.Module, batch: Any) -> bool:
-    """Return whether a step can be measured: there are values, one process, and no profiler, which would be in the way."""
-    has_values = all(map(has_value, [*module.parameters(), *tensors_in(batch)]))
-    return has_values and not processes_communicate() and not _profiler_enabled()
+def find_obstacle(module: nn.Module, batch: Any) -> str:
+    """Return in words why a step cannot be measured; nothing if it can."""
+    if not all(map(has_value, [*module.parameters(), *tensors_in(batch)])):
+        return "tensors without values"
+    if processes_communicate():
+        return "one of several processes"
+    return "a profiler around it" if _profiler_enabled() else ""
 
 
 def fit_compiled(plan: ModulePlan, module: nn.Module, batch: Any, loss: LossFunction | None, update_bytes: int) -> ModulePlan:
@@ -50,14 +53,8 @@ def fit_compiled(plan: ModulePlan, module: nn.Module, batch: Any, loss: LossFunc
         update_bytes: what the optimizer's update takes besides weights, gradients, its state and the batch.
     Raises:
         BudgetError: it takes more, whatever runs again.
-        InputError: a step cannot be measured here.
         MemoryError: there is not enough memory for the step.
     """
-    if not is_measurable(module, batch):
-        raise InputError(
-            "compiled=True runs the module. Received: tensors without values, several processes, or a profiler around it. "
-            "Leave it out: the budget is then counted where it is compiled."
-        )
     fixed, at_update = plan.left_bytes - plan.gradient_bytes, plan.left_bytes + update_bytes
 
     def measure(activation_bytes: int) -> int:

@@ -24,7 +24,7 @@ from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as autograd_config
 from torch._functorch import partitioners
-from torch._guards import TracingContext
+from torch._guards import CompileContext, TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.virtualized import V
@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.hooks import RemovableHandle
 
+from revzoo.errors import RevzooError
 from revzoo.format import format_bytes
 from revzoo.graph.compiled_call import is_own_backend
 from revzoo.graph.front import find_front
@@ -54,6 +55,7 @@ class Limit:
         gradient_bytes: of all its parameters.
         loss_bytes: what the loss takes.
         parameter_bytes: of the parameters in the graph that is compiled, where they get a gradient.
+        trained_bytes: of all its parameters that get one.
         is_measured: whether the compiled step was measured with it, so that no warning of what is counted is due.
     """
 
@@ -63,6 +65,7 @@ class Limit:
     gradient_bytes: int
     loss_bytes: int
     parameter_bytes: int = 0
+    trained_bytes: int = 0
     is_measured: bool = field(default=False, kw_only=True)
 
     @classmethod
@@ -72,7 +75,7 @@ class Limit:
         return cls(" and ".join(name), *map(sum, sizes), is_measured=any(each.is_measured for each in limits))
 
 
-_MOST = 0.99  # of the gradients that are planned: a graph that makes as much of them is that of the whole module
+_MOST = 0.99  # of the parameters that are trained: a graph with as much of them is that of the whole module
 _has_compiled_others = False  # the compiler itself forgets that when it is reset
 _limits: WeakKeyDictionary[nn.Module, tuple[Limit, RemovableHandle]] = WeakKeyDictionary()
 """What planned modules may take, and their hooks."""
@@ -95,7 +98,7 @@ def carry_limit(module: nn.Module, limit: Limit | None) -> None:
 
 
 def _set_up() -> None:
-    """Have all backends call this file, once."""
+    """Have all backends call this file. PyTorch's settings may be those of one thread."""
     if not isinstance(inductor_config.custom_partitioner_fn, _Partitioner):
         inductor_config.custom_partitioner_fn = _Partitioner(inductor_config.custom_partitioner_fn)
     if getattr(autograd_config.joint_custom_pass, "func", None) is not _pass:
@@ -105,15 +108,18 @@ def _set_up() -> None:
 
 
 def _look_at_backend(*_: Any) -> None:
-    """Say that nothing is cut where the backend has no joint graph. It is a hook, of which only the compiler takes notice."""
+    """Set up in the thread of a call; say that nothing is cut where the backend has no joint graph. It is a hook."""
     if torch.compiler.is_dynamo_compiling():
         _warn_of_backend()
+    else:
+        _set_up()
 
 
 @torch.compiler.assume_constant_result  # run while the compiler traces
 def _warn_of_backend() -> None:
+    _set_up()
     name = str(getattr(InstructionTranslator.current_tx().output.compiler_fn, "__name__", ""))
-    if name.startswith("eager"):
+    if "eager" in name and not name.startswith("aot"):
         warn_user(
             f"The backend {name!r} of torch.compile has no graph of backward to cut: what it compiles stores everything. "
             'Take "inductor" or "aot_eager", or leave the planned module uncompiled.'
@@ -135,8 +141,8 @@ class _Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> Any:
         """Return what tells apart in the compiler's caches how graphs are cut."""
-        own = get_hash_for_files(tuple(map(str, sorted(Path(__file__).parent.glob("*.py")))))
-        return own, self._other and self._other.uuid(), repr(_list_limits())
+        own = get_hash_for_files(tuple(map(str, sorted(Path(__file__).parents[1].rglob("*.py")))))
+        return own, self._other and self._other.uuid(), repr(_list_limits()), _ends_in_break()
 
 
 def _pass(other: Callable[..., GraphModule] | None, graph: GraphModule, inputs: Any) -> GraphModule:
@@ -156,8 +162,18 @@ def _list_limits() -> list[Limit]:
     if context is None or context.fake_mode is None:
         return []
     traced = context.fake_mode.fake_tensor_converter.meta_converter.describer.lookup_tensor
-    inside = [(limit, [p for p in module.parameters() if p in traced]) for module, (limit, _) in _limits.items()]
-    return [replace(limit, parameter_bytes=sum(p.nbytes for p in own if p.requires_grad)) for limit, own in inside if own]
+    limits = list[Limit]()
+    for module, (limit, _) in _limits.items():
+        if own := [p for p in module.parameters() if p in traced]:
+            inside, every = (sum(p.nbytes for p in ps if p.requires_grad) for ps in (own, module.parameters()))
+            limits.append(replace(limit, parameter_bytes=inside, trained_bytes=min(every, limit.gradient_bytes)))
+    return limits
+
+
+def _ends_in_break() -> bool:
+    """Return whether what is compiled now is followed by other graphs of the same code."""
+    tx = InstructionTranslator.current_tx() if CompileContext.try_get() is not None else None
+    return bool(tx and (end := tx.output.compile_subgraph_reason) and end.graph_break)
 
 
 def _list_changed() -> list[int]:
@@ -165,7 +181,11 @@ def _list_changed() -> list[int]:
     frame: FrameType | None = sys._getframe()
     while frame is not None and "inner_meta" not in frame.f_locals:  # PyTorch's function that calls the partitioner
         frame = frame.f_back
-    assert frame is not None, "this version of PyTorch does not say which inputs are changed"
+    if frame is None:
+        raise RevzooError(
+            f"Plans are not carried out by torch.compile in PyTorch {torch.__version__}: it does not say which inputs a graph "
+            "changes. Take a version that docs/compatibility.md names, or revzoo.release(module)."
+        )
     return [i for i, each in enumerate(frame.f_locals["inner_meta"].input_info) if each.mutates_data]
 
 
@@ -177,10 +197,10 @@ def _cut_as_planned(module: GraphModule, inputs: Any, is_fusible: Callable[[Node
     read = partial(JointGraph.read, num_inputs=len(inputs[0]), changed=_list_changed(), is_fusible=is_fusible)
     joint, limit = read(module.graph), Limit.unite(limits)
     step = record_joint(joint, limit.loss_bytes)
-    is_whole = step.left_bytes - step.fixed_bytes >= _MOST * limit.gradient_bytes
+    is_whole = limit.parameter_bytes >= _MOST * limit.trained_bytes
     if not is_whole:  # others run between its forward and its backward
         step = record_joint(joint, step.peak_bytes + limit.stored_bytes)
-    elif (end := InstructionTranslator.current_tx().output.compile_subgraph_reason) and end.graph_break:
+    elif _ends_in_break():
         alive = sum(each.bytes for each in step.storages if each.saved_by or each.last_use == len(step.atoms))
         following = max(0, limit.stored_bytes + limit.gradient_bytes - alive)  # in other graphs
         step = record_joint(joint, step.loss_bytes + following)

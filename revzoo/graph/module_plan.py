@@ -38,7 +38,7 @@ from revzoo.graph.spans import Nest, Spans
 from revzoo.planning.setting import Setting, list_shapes, read_setting
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import tensors_in
-from revzoo.runtime.replaced_call import replace_call, restore_call
+from revzoo.runtime.replaced_call import is_replaced, replace_call, restore_call
 from revzoo.runtime.transforms import must_store, warn_user
 
 _MOST_VARIANTS = 8  # of what the compiler has made of one module; after these it begins again
@@ -181,13 +181,12 @@ class ModulePlan:
         module = unwrap(module)
         require_unplanned(module, may_have_plan=True)
         self.setting.require_same(read_setting(module, batch))
-        planned = _PlannedCall(module, self.graphs, self.setting, self.assumes)
+        planned = _PlannedCall(module, self.graphs, self.setting, self.assumes, self.peak_bytes > self.budget_bytes)
         _undo(module)
         if self.drops_something or self.schedules:
             _schedules_before[module] = set_schedules(module, {path: list(modes) for path, modes in self.schedules})
             replace_call(module, planned)
-        if self.drops_something or self.schedules or self.compiled_activation_bytes is not None:
-            carry_limit(module, self._limit)
+        carry_limit(module, self._limit)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -286,10 +285,11 @@ class _PlannedCall:
         plans: of the calls of captured graphs in a forward, in order.
         setting: what they were made for.
         assumes: as of the plan.
+        is_for_compiled: whether only the compiled module keeps the budget.
     """
 
-    def __init__(self, module: nn.Module, plans: Sequence[GraphPlan], setting: Setting, assumes: bool):
-        self._module, self._plans, self._setting = module, plans, setting
+    def __init__(self, module: nn.Module, plans: Sequence[GraphPlan], setting: Setting, assumes: bool, is_for_compiled: bool):
+        self._module, self._plans, self._setting, self._is_for_compiled = module, plans, setting, is_for_compiled
         self._parts = [each for each in module.modules() if each is not module]
         take = partial(_PlannedCall._take, cast(_PlannedCall, proxy(self)))
         self._captured = CompiledCall(module, take, follows_numbers=True)
@@ -300,8 +300,12 @@ class _PlannedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, setting = self._module, self._setting
-        if not torch.is_grad_enabled() or module.training != setting.training or self._has_compiled_part:
+        if not torch.is_grad_enabled() or module.training != setting.training or self._runs_in_parts():
             return module._call_impl(*args, **kwargs)
+        if self._is_for_compiled:
+            self._warn(
+                "compiled", f"The plan of {setting.model} is for the compiled module. Uncompiled, its peak is above the budget."
+            )
         shapes = list_shapes((args, kwargs))
         if sorted(shapes) != sorted(setting.batch):
             self._warn_of_difference(", not of " + ", ".join(shapes))
@@ -324,10 +328,16 @@ class _PlannedCall:
             self._warn_of_nothing()
         return results
 
-    @property
-    def _has_compiled_part(self) -> bool:
-        """Whether a part is compiled in place. Then the call is not captured: the compiler keeps that part within the limit."""
-        return any(each._compiled_call_impl is not None for each in self._parts)
+    def _runs_in_parts(self) -> bool:
+        """Return whether parts are compiled in place. The compiler keeps them within the limit, and nothing is captured."""
+        compiled = [each for each in self._parts if each._compiled_call_impl is not None and not is_replaced(each)]
+        if compiled and 2 * sum(1 for each in compiled for _ in each.modules()) < len(self._parts):
+            self._warn(
+                "parts",
+                f"The plan of {self._setting.model} steps aside, since a {type(compiled[0]).__name__} in it is compiled apart: "
+                "what is not compiled stores everything. Compile the whole, model.compile(), or all of its blocks.",
+            )
+        return bool(compiled)
 
     def _note_variant(self) -> None:
         """Note that the module was compiled anew, and begin again where that has happened too often."""

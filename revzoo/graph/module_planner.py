@@ -16,11 +16,11 @@ from revzoo.analysis.chains import Chain, find_chains, preserve_schedules
 from revzoo.analysis.dry_run import LossFunction
 from revzoo.analysis.fake_tensors import FakeKernelError
 from revzoo.analysis.optimizer_step import OptimizerBytes, count_optimizer
-from revzoo.errors import BudgetError, join_names
+from revzoo.errors import BudgetError, InputError, join_names
 from revzoo.format import format_bytes
 from revzoo.graph.call_times import CallTimes, assign_times, measure_graphs
 from revzoo.graph.capture import Capture, capture
-from revzoo.graph.compiled_peak import fit_compiled, is_measurable
+from revzoo.graph.compiled_peak import find_obstacle, fit_compiled
 from revzoo.graph.counted_step import FrontPoint, PlanDetails, SpannedStep, count_own_peak, count_step, describe_step
 from revzoo.graph.front import Front, find_front
 from revzoo.graph.module_plan import GraphPlan, ModulePlan, set_schedules
@@ -70,8 +70,12 @@ def plan_module(
         MemoryError: with `profile`, not even the forward fits.
     """
     given, module = module, unwrap(module)
+    if (obstacle := find_obstacle(module, batch)) and compiled:
+        raise InputError(
+            f"compiled=True runs the module. Received: {obstacle}. Leave it out: the budget then counts where it is compiled."
+        )
     if compiled is None:
-        compiled = budget is not None and is_compiled(given) and is_measurable(module, batch)
+        compiled = budget is not None and is_compiled(given) and not obstacle
     setting, taken, limit = read_setting(module, batch), count_optimizer(module, optimizer), None
     if budget is not None:
         device = next(module.parameters()).device

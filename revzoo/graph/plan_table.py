@@ -17,7 +17,9 @@ _MOST_PARTS = 24  # rows of the table
 def tabulate_module_plan(plan: ModulePlan, details: PlanDetails) -> RenderableType:
     """Lay out a plan: its peak and work next to those of storing everything, what every part keeps, and its notes."""
     title = f"{plan.setting.model}, {plan.setting.describe()}"
-    used = f"Peak {format_bytes(plan.peak_bytes)} of the budget of {format_bytes(plan.budget_bytes)}."
+    used = (
+        f"Peak {format_bytes(plan.compiled_peak_bytes or plan.peak_bytes)} of the budget of {format_bytes(plan.budget_bytes)}."
+    )
     comparison, notes = _tabulate_comparison(plan), map(escape, plan.notes)
     if not plan.drops_something:
         return Group(escape(title), used, comparison, *notes)
@@ -33,13 +35,14 @@ def _tabulate_comparison(plan: ModulePlan) -> Table:
     stored, is_timed, cells = format_flops(plan.total_flops), plan.seconds is not None, []
     rows = [
         ("this plan", plan.peak_bytes, f"{stored} +{plan.extra_flops / max(1, plan.total_flops):.1%}", plan.seconds),
+        *([] if plan.compiled_peak_bytes is None else [("compiled", plan.compiled_peak_bytes, "", None)]),
         ("all stored", plan.no_recompute_peak_bytes, stored, plan.stored_seconds),
         *([] if plan.min_peak_bytes is None else [("smallest found", plan.min_peak_bytes, "", None)]),
     ]
     for name, peak, flops, seconds in rows:
-        time = ["" if seconds is None else format_seconds(seconds)][: int(is_timed)]
+        time = ["" if seconds is None else format_seconds(seconds)] if is_timed else []
         cells.append((name, format_bytes(peak), "yes" if peak <= plan.budget_bytes else "no", flops, *time))
-    return fill(Table(), ("plan", "peak", "within\nthe budget", "FLOPs", *["time of\na step"][: int(is_timed)]), cells)
+    return fill(Table(), ("plan", "peak", "within\nthe budget", "FLOPs", *(["time of\na step"] if is_timed else [])), cells)
 
 
 def _tabulate_parts(details: PlanDetails) -> Table:

@@ -76,7 +76,9 @@ def _cut_blocks(model: nn.Module, batch: Any, **options: Any) -> Iterator[None]:
 
 def without_masks(batch: Any) -> AbstractContextManager[None]:
     """Let Transformers' networks make no masks that they would not make if they saw the values of this batch."""
-    return assuming(not isinstance(batch, Mapping) or batch.keys().isdisjoint(("attention_mask", "position_ids")))
+    if isinstance(batch, Mapping):
+        return assuming(batch.keys().isdisjoint(("attention_mask", "position_ids")))
+    return assuming(not isinstance(batch, tuple | list) or len(batch) < 2)
 
 
 @contextmanager

@@ -75,11 +75,12 @@ def chunked_loss(
         host waits for a GPU once, to know how many labels count.
     Source: Liger (arXiv:2410.10989) computes gradients in forward, too; Cut Cross-Entropy (arXiv:2411.09009).
     """
-    if is_traced() and type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks or loss or z_loss):
+    _require(hidden, labels, reduction, chunk)
+    is_usual = not (loss or z_loss or reduction == "none")
+    if is_traced() and is_usual and type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks):
         logits, targets = TracedLogits(partial(functional_call, head), head, hidden, chunk).flatten(0, -2), labels.flatten()
         options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-        losses: Tensor = F.cross_entropy(logits, targets, **options)
-        return losses.view(labels.shape) if reduction == "none" else losses
+        return F.cross_entropy(logits, targets, **options)
     return _compute_uncompiled(head, hidden, labels, loss, reduction, ignore_index, label_smoothing, z_loss, chunk)
 
 
@@ -95,7 +96,9 @@ def _compute_uncompiled(
     z_loss: float,
     chunk: int | None,
 ) -> Tensor:
-    _require(head, hidden, labels, reduction, chunk)
+    refuse_sharded(hidden, *(head.parameters() if isinstance(head, nn.Module) else ()))
+    if isinstance(head, nn.Module):
+        refuse_mixing(head, "", head, hidden)
     if loss is None:
         loss = partial(cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss)
     elif label_smoothing or z_loss:
@@ -278,7 +281,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     return losses + z_loss * logits.logsumexp(-1).square() if z_loss else losses
 
 
-def _require(head: Any, hidden: Tensor, labels: Tensor, reduction: str, chunk: Any) -> None:
+def _require(hidden: Tensor, labels: Tensor, reduction: str, chunk: Any) -> None:
     if hidden.dim() < 2 or labels.shape != hidden.shape[:-1]:
         raise InputError(
             "Every token has hidden states (..., D) and a label (...). Received: "
@@ -287,9 +290,6 @@ def _require(head: Any, hidden: Tensor, labels: Tensor, reduction: str, chunk: A
     if reduction not in get_args(Reduction):
         raise InputError(f"reduction is 'mean', 'sum' or 'none'. Received: {reduction!r}.")
     require_chunk(chunk)
-    refuse_sharded(hidden, *(head.parameters() if isinstance(head, nn.Module) else ()))
-    if isinstance(head, nn.Module):
-        refuse_mixing(head, "", head, hidden)
 
 
 def require_chunk(chunk: Any) -> None:

@@ -15,7 +15,7 @@ R = TypeVar("R")
 FunctionCompiler = Callable[[Callable[P, R]], Callable[P, R]]
 
 _COMPILER = "torch._dynamo"
-_captures = False  # whether graphs are captured for a plan
+_num_captures = 0  # of graphs for plans, at present
 
 
 def exclude_from_compilation(function: Callable[P, R]) -> Callable[P, R]:
@@ -57,18 +57,18 @@ def is_exporting() -> bool:
 
 def is_traced() -> bool:
     """Return whether torch.compile is tracing for a graph that it compiles; a plan captures graphs that run call by call."""
-    return torch.compiler.is_compiling() and not is_exporting() and not _captures
+    return torch.compiler.is_compiling() and not is_exporting() and not _num_captures
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
     """Say inside that a plan captures graphs."""
-    global _captures
-    before, _captures = _captures, True
+    global _num_captures
+    _num_captures += 1
     try:
         yield
     finally:
-        _captures = before
+        _num_captures -= 1
 
 
 def is_compiled(function: Callable[..., Any]) -> bool:

@@ -23,6 +23,7 @@ _Follow = tuple[tuple[str, tuple[Any, ...]], ...]
 
 _OF_EACH_TOKEN = (  # methods of tensors that, with numbers, do something to each number by itself
     *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__", "__pow__"),
+    *("__rpow__", "__mod__", "__rmod__", "__floordiv__", "__rfloordiv__", "__matmul__", "__rmatmul__"),
     *("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__abs__", "add", "sub", "mul", "div", "tanh"),
     *("float", "double", "half", "bfloat16"),
 )
@@ -51,11 +52,7 @@ class TracedLogits:
         Raises:
             InputError: the code that was compiled has returned, so that weights may be others.
         """
-        if not torch.compiler.is_compiling():
-            raise InputError(
-                "Compiled code with its loss in chunks returns no logits. Received: a request for them. Ask inside of it, or "
-                "in eval mode, or undo chunk_loss_: revzoo.ordinary_(model)."
-            )
+        _require_compiling()
         return self._compute({}, self.hidden)
 
     def _compute(self, parameters: dict[str, Tensor], hidden: Tensor) -> Tensor:
@@ -64,31 +61,29 @@ class TracedLogits:
             logits = getattr(logits, name)(*given)
         return logits
 
-    def _do(self, name: str, *given: Any) -> Any:
-        if all(isinstance(each, int | float | torch.dtype) for each in given):
+    def _do(self, name: str, *given: Any, **named: Any) -> Any:
+        if not named and all(isinstance(each, int | float | torch.dtype) for each in given):
             return TracedLogits(self.run, self.head, self.hidden, self.chunk, (*self.follow, (name, given)))
-        return getattr(self.make(), name)(*given)
+        return getattr(self.make(), name)(*given, **named)
 
     def _of(self, hidden: Tensor) -> "TracedLogits":
         return TracedLogits(self.run, self.head, hidden, self.chunk, self.follow)
 
     def to(self, *given: Any, **named: Any) -> Any:
-        if named:
-            return self.make().to(*given, **named)
-        return self if given == (self.device,) else self._do("to", *given)
+        return self if given == (self.device,) and not named else self._do("to", *given, **named)
 
     def contiguous(self) -> Any:
         return self
 
-    def size(self, *dim: int) -> Any:
-        return self.shape[dim[0]] if dim else self.shape
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
         return len(self.shape)
 
-    def flatten(self, start: int = 0, end: int = -1) -> Any:
-        last = len(self.shape) - 1
-        return self.make().flatten(start, end) if end in (-1, last) else self._of(self.hidden.flatten(start, end))
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        is_of_tokens = end_dim not in (-1, len(self.shape) - 1)
+        return self._of(self.hidden.flatten(start_dim, end_dim)) if is_of_tokens else self.make().flatten(start_dim, end_dim)
 
     def view(self, *shape: Any) -> Any:
         sizes = shape if isinstance(shape[0], int) else tuple(shape[0])
@@ -146,6 +141,7 @@ class TracedLogits:
         label_smoothing: float = 0.0,
     ) -> Tensor:
         """Return the cross-entropy. Its gradients are computed in forward, chunk by chunk: no product runs twice."""
+        _require_compiling()
         options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
         is_plain = weight is None and size_average is None and reduce is None and not target.is_floating_point()
         if not is_plain or reduction == "none" or self.dim() != 2:
@@ -169,8 +165,17 @@ class TracedLogits:
             for name, each in others.items():
                 wide = each.float() if each.dtype in HALF else each
                 sums[name] = sums[name] + wide if name in sums else wide
+        assert total is not None
+        if total.requires_grad:
+            raise InputError(
+                "In compiled code the gradients of a loss in chunks are those of the head's parameters. Received: a head that "
+                "uses another tensor that needs one. Register it in the head, detach it, or undo chunk_loss_."
+            )
         total = KnownGradients.apply(total, 1 + len(trained), self.hidden, *trained.values(), torch.cat(parts), *sums.values())
-        return total / (target != ignore_index).sum() if reduction == "mean" else total
+        if reduction == "sum":
+            return total
+        count = (target != ignore_index).sum()  # of none the mean is NaN, and its gradients are zero
+        return total / count.clamp(min=1) + torch.where(count > 0, 0.0, torch.nan)
 
 
 def _make(given: Any) -> Any:
@@ -189,8 +194,16 @@ def _refuse(self: TracedLogits, *_: Any) -> Any:
     )
 
 
+def _require_compiling() -> None:
+    if not torch.compiler.is_compiling():
+        raise InputError(
+            "Compiled code with its loss in chunks returns no logits. Received: a request for them. Ask inside of it, or "
+            "in eval mode, or undo chunk_loss_: revzoo.ordinary_(model)."
+        )
+
+
 def _follow(name: str) -> Callable[..., Any]:
-    return lambda self, *given: self._do(name, *given)
+    return lambda self, *given, **named: self._do(name, *given, **named)
 
 
 for each in _OF_EACH_TOKEN:

@@ -115,7 +115,6 @@ def test_weights_that_name_a_function(run, strange):
     strange("plan", run, "--budget", "100MiB", "--batch", 2, status=0)
     strange("convert", run, "--out", "converted", status=None)
     strange("train", "digits", *FAST, f"model={run}", "--smoke", status=None)
-    strange("compare", f"model={run}", "--smoke", status=None)
 
 
 def test_recipes_that_name_a_function(run, strange):
@@ -125,7 +124,6 @@ def test_recipes_that_name_a_function(run, strange):
         said = strange("train", *words)
         assert re.search(r"run/config.yaml, data.name, names shapes\. .* say so: --import shapes", said), words
     strange("train", recipe, "--print-config", status=0)
-    strange("compare", recipe)
     for name in ("os:system", "antigravity:geohash", "__main__:run", "json:loads", "test.autotest:x", "IPython.__main__:x"):
         recipe.write_text(recipe.read_text().replace("shapes:load", name))
         assert "which is of Python itself" in strange("train", recipe, "--dry-run"), name

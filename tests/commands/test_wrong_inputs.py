@@ -185,7 +185,6 @@ def test_typos_are_answered_before_torch_is_imported():
         "train rev_vit_b_imagenet model.overrides=[stages.0.widht=3] data.root=.",
         "train finetune train.epoch=3",
         "train lm coupling=leapfrg",
-        "compare lm data.batch=3",
         "train images data.root=nothing",
         "train texts data.root=nothing.csv",
         "show rev_vit_digit",

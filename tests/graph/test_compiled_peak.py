@@ -165,7 +165,8 @@ def test_what_takes_more_where_it_is_compiled_or_lives_on(make):
     plan.apply(module)
     peak, _ = train(module, compiled, batch)
     assert plan.compiled_peak_bytes <= budget
-    assert peak == pytest.approx(plan.compiled_peak_bytes - fixed, rel=0.02)
+    kept = module.kept.nbytes if make is Keeping else 0  # of the step before, which is not counted here
+    assert 0.98 * peak <= plan.compiled_peak_bytes - fixed <= 1.02 * peak + kept
 
 
 def test_search_over_peaks_that_fall_in_steps():
@@ -183,7 +184,7 @@ def test_where_nothing_is_compiled_and_under_a_profiler(profiled):
     module = Net()
     budget, _ = find_budget(module, TEXT, 0.7)
     if profiled:
-        with torch.autograd.profiler.profile(), pytest.raises(InputError, match="or a profiler around it"):
+        with torch.autograd.profiler.profile(), pytest.raises(InputError, match="Received: a profiler around it"):
             revzoo.plan(module, TEXT, budget, loss=compute_loss, compiled=True)
         return
     with torch.compiler.set_stance("force_eager"), pytest.raises(BudgetError, match="captures nothing of Net"):

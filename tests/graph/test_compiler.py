@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -274,18 +275,49 @@ def take_loss(outputs: tuple[Tensor, Tensor]) -> Tensor:
     return outputs[0]
 
 
+@pytest.mark.parametrize("batch", [TEXT, torch.randn(64, 64, 16)], ids=["small", "larger than the weights"])
 @pytest.mark.parametrize("breaks", [False, True], ids=["blocks", "several graphs"])
-def test_parts_of_a_planned_module_are_compiled_and_keep_the_budget(breaks):
+def test_parts_of_a_planned_module_are_compiled_and_keep_the_budget(breaks, batch):
     torch._dynamo.reset()
     module = Net(breaks=breaks)
-    stored, expected = train(alone := copy.deepcopy(module), torch.compile(alone, backend="aot_eager"), TEXT)
-    plan, budget = plan_share(module, TEXT, 0.3)
+    stored, expected = train(alone := copy.deepcopy(module), torch.compile(alone, backend="aot_eager"), batch)
+    plan, budget = plan_share(module, batch, 0.3)
     plan.apply(module)
     for part in module.blocks if not breaks else (module,):
         part.compile(backend="aot_eager")
-    peak, found = train(module, module, TEXT)
+    peak, found = train(module, module, batch)
     assert peak <= budget < stored
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_part_that_is_compiled_alone_is_named():
+    torch._dynamo.reset()
+    module = Net()
+    plan_share(module, TEXT, 0.3)[0].apply(module)
+    module.head.compile(backend="aot_eager")
+    with pytest.warns(UserWarning, match="The plan of Net steps aside, since a Linear in it is compiled apart"):
+        module(TEXT)
+
+
+def test_a_part_that_is_planned_later_leaves_the_plan_of_the_whole():
+    module = Net(dropout=0)
+    plan, budget = plan_share(module, TEXT, 0.3)
+    plan.apply(module)
+    part = module.blocks[0]
+    revzoo.plan(part, torch.randn(4, 64, 64), "1TB").apply(part)
+    assert train(module, module, TEXT)[0] <= budget
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "blocks"])
+def test_a_thread_trains_what_was_planned_in_another(parts):
+    torch._dynamo.reset()
+    module = Net(dropout=0)
+    plan, budget = plan_share(module, TEXT, 0.3)
+    plan.apply(module)
+    for part in module.blocks if parts else (module,):
+        part.compile(backend="aot_eager")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(train, module, module, TEXT).result()[0] <= budget
 
 
 def test_two_planned_modules_in_one_graph():
@@ -319,18 +351,20 @@ def test_batches_of_other_sizes_get_the_same_part():
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_backend_without_a_graph_of_backward_is_named():
+@pytest.mark.parametrize("backend", ["eager", "pre_dispatch_eager"])
+def test_a_backend_without_a_graph_of_backward_is_named(backend):
     torch._dynamo.reset()
     module = Net()
     plan_share(module, TEXT, 0.3)[0].apply(module)
-    with pytest.warns(UserWarning, match="The backend 'eager' of torch.compile has no graph of backward to cut"):
-        torch.compile(module, backend="eager")(TEXT)
+    with pytest.warns(UserWarning, match=f"The backend '{backend}' of torch.compile has no graph of backward to cut"):
+        torch.compile(module, backend=backend)(TEXT)
 
 
-def test_what_else_is_compiled_with_a_planned_module_may_need_too_much():
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_what_else_is_compiled_with_a_planned_module_may_need_too_much(share):
     torch._dynamo.reset()
     module = Net(dropout=0)
-    plan_share(module, TEXT, 0.1)[0].apply(module)
+    plan_share(module, TEXT, share)[0].apply(module)
     wide = nn.Sequential(module, nn.Linear(10, 4096), nn.ReLU())
     with pytest.warns(UserWarning, match=r"What is compiled with Net needs .* more than planned, and takes the least"):
         torch.compile(wide, backend="aot_eager")(TEXT).sum().backward()

@@ -1,7 +1,5 @@
 """What fits a card, as a table: a row for each way to run a training step."""
 
-from collections.abc import Mapping
-
 from rich.console import Group
 from rich.markup import escape
 
@@ -12,19 +10,11 @@ from revzoo.planning.card import Fits, Method
 _YES_NO = {True: "[green]yes[/]", False: "[red]no[/]"}
 
 
-def tabulate_fits(answer: Fits, rates: Mapping[str, float] | None = None) -> Group:
-    """Lay out every method with what it keeps and takes, whether it fits, its work, and the largest batch or longest text.
-
-    Args:
-        answer: the methods.
-        rates: tokens per second by the name of the method, for a column more.
-    """
+def tabulate_fits(answer: Fits) -> Group:
+    """Lay out every method with what it keeps and takes, whether it fits, its work, and the largest batch or longest text."""
     largest = {"batch": "largest batch", "tokens": "longest text"}[answer.unit]
-    headings: tuple[str, ...] = "training step", "kept for backward", "peak", "fits", "work", largest
+    headings = "training step", "kept for backward", "peak", "fits", "work", largest
     rows = [_list_cells(answer, method) for method in answer.methods if not method.problem]
-    if rates:  # in 80 columns names stay whole
-        headings = (headings[0], "kept for\nbackward", *headings[2:], "tokens/s")
-        rows = [(*row, f"{rates[row[0]]:,.0f}") for row in rows]
     table = fill(make_table(), headings, rows)
     problems = [escape(f"{method.name}: not counted. {method.problem}.") for method in answer.methods if method.problem]
     return Group(table, *problems, f"A step may take {format_bytes(answer.limit_bytes)}, nine tenths of {answer.card}.")
