@@ -1,7 +1,7 @@
 """The loss of a language model in chunks, while its own code goes on calling its head and its loss function.
 
-In training the head returns `LazyLogits`. Class, parameters, state-dict keys and configuration stay; in eval mode, without
-gradients, inside torch.func and in compiled code the head returns its logits as before.
+In training the head returns `LazyLogits`. Class, parameters, state-dict keys and configuration stay; in code that is compiled,
+it returns `TracedLogits`; in eval mode, without gradients and inside torch.func its logits as before.
 """
 
 import math
@@ -64,10 +64,10 @@ def chunk_loss_(
     """Let a language model compute the cross-entropy of its logits in chunks of tokens, in place: `chunked_loss`.
 
     The network's own code goes on calling its head and its loss. In training, the head returns logits that are not there yet:
-    shifts, views, scales and soft caps are recorded, and `cross_entropy` runs head and loss in chunks. Whatever else is done
-    to them gets the whole logits, with a warning that names it. `generate` and evaluation are as before. A head that takes the
-    place of this one in `resize_token_embeddings` is called likewise. Call it after peft has wrapped the head; undo it with
-    `ordinary_`.
+    shifts, views, scales and soft caps are recorded, and `cross_entropy` runs head and loss in chunks. Whatever else is done to
+    them gets the whole logits, with a warning that names it where it is not compiled. `generate` and evaluation are as before.
+    A head that takes the place of this one in `resize_token_embeddings` is called likewise. Call it after peft has wrapped the
+    head; undo it with `ordinary_`.
 
     Args:
         model: a language model of Transformers (causal, masked, sequence-to-sequence), of the zoo, or any with a named head.
