@@ -24,7 +24,7 @@ from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as autograd_config
 from torch._functorch import partitioners
-from torch._guards import CompileContext, TracingContext
+from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.virtualized import V
@@ -172,8 +172,11 @@ def _list_limits() -> list[Limit]:
 
 def _ends_in_break() -> bool:
     """Return whether what is compiled now is followed by other graphs of the same code."""
-    tx = InstructionTranslator.current_tx() if CompileContext.try_get() is not None else None
-    return bool(tx and (end := tx.output.compile_subgraph_reason) and end.graph_break)
+    try:
+        end = InstructionTranslator.current_tx().output.compile_subgraph_reason
+    except AttributeError:  # no code is traced now: backward is compiled when it first runs, and there is no other graph
+        return False
+    return end is not None and end.graph_break
 
 
 def _list_changed() -> list[int]:

@@ -76,7 +76,7 @@ def test_a_plan_counts_the_loss_that_fits_counts(own, run):
 def test_times_are_measured_where_asked_for(own, run):
     plan = json.loads(run("plan", own, "--budget", "1GiB", "--json", "--profile"))["plan"]
     assert plan["seconds"] == plan["stored_seconds"] > 0
-    assert "time of a step" in run("plan", own, "--budget", "1GiB", "--profile")
+    assert "time of" in run("plan", own, "--budget", "1GiB", "--profile")
 
 
 @pytest.mark.parametrize(
