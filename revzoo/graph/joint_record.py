@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -16,6 +17,7 @@ from revzoo.graph.joint_graph import JointGraph, count_flops, find_storages
 from revzoo.graph.step_record import Record, Storage, find_first
 
 _SMALL = 64  # what is smaller by this factor than what its operation reads is kept with any plan
+_HOLDS_TANGENTS = torch.__version__ < "2.14"  # tried with 2.10
 _Sources = dict[Node, set[int]]
 
 
@@ -120,8 +122,7 @@ def _read_through(atom: Atom, sources: _Sources, storages: Mapping[int, Storage]
 def _count_gradients(joint: JointGraph) -> Iterator[int]:
     """Yield the bytes of what backward has allocated, at every position of its log.
 
-    Autograd holds what it starts from until all of it has run. Where that is a loss, gradients of other outputs are zeros,
-    which the compiler makes and frees.
+    Before PyTorch 2.14 autograd holds what backward starts from until all of it has run, unless that is a loss.
     """
     forward = [*joint.inputs, *(node for atom in joint.atoms for node in atom.nodes)]
     known = {key for node in forward for key, _ in find_storages(node)}
@@ -133,7 +134,7 @@ def _count_gradients(joint: JointGraph) -> Iterator[int]:
         made = {key: size for key, size in find_storages(node) if key not in known}
         own[node] = given if node in joint.fused else made
         last |= dict.fromkeys((*given, *own[node]), ends[at])
-    if all(node.meta["val"].dim() for node in joint.tangents):
+    if _HOLDS_TANGENTS and all(node.meta["val"].dim() for node in joint.tangents):
         last |= dict.fromkeys(alive, len(joint.backward) - 1)
     for key in {key for node in joint.gradients for key, _ in find_storages(node)}:
         last.pop(key, None)  # it stays
