@@ -38,5 +38,4 @@ def test_the_runtime_imports_neither_the_compiler_nor_dtensor_nor_the_rest_of_re
         "invertible",
         "noise",
         "registry",
-        "sharded",
     }
