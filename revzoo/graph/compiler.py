@@ -163,8 +163,9 @@ def _list_limits() -> list[Limit]:
         return []
     traced = context.fake_mode.fake_tensor_converter.meta_converter.describer.lookup_tensor
     limits = list[Limit]()
+    parts = {part for module in _limits for part in module.modules() if part is not module}  # which keep the plan of the whole
     for module, (limit, _) in _limits.items():
-        if own := [p for p in module.parameters() if p in traced]:
+        if module not in parts and (own := [p for p in module.parameters() if p in traced]):
             inside, every = (sum(p.nbytes for p in ps if p.requires_grad) for ps in (own, module.parameters()))
             limits.append(replace(limit, parameter_bytes=inside, trained_bytes=min(every, limit.gradient_bytes)))
     return limits

@@ -35,6 +35,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Reduction = Literal["mean", "sum", "none"]
 
 _TRIED = 64  # tokens, of each of the first two texts
+_NO_LABEL = torch.iinfo(torch.int64).min  # those that are ignored never come; -100 is out of range where another is ignored
 _UNKNOWN_WIDTH = 2**18  # outputs of a head without parameters of its own, before it was called
 
 
@@ -277,7 +278,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     """Return the cross-entropy of each token, (n,), in float32 at least."""
     if logits.dtype in HALF:
         logits = logits.float()
-    losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+    losses = F.cross_entropy(logits, labels, ignore_index=_NO_LABEL, reduction="none", label_smoothing=label_smoothing)
     return losses + z_loss * logits.logsumexp(-1).square() if z_loss else losses
 
 

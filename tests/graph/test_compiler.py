@@ -299,13 +299,15 @@ def test_a_part_that_is_compiled_alone_is_named():
         module(TEXT)
 
 
-def test_a_part_that_is_planned_later_leaves_the_plan_of_the_whole():
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_part_that_is_planned_later_leaves_the_plan_of_the_whole(is_compiled):
+    torch._dynamo.reset()
     module = Net(dropout=0)
     plan, budget = plan_share(module, TEXT, 0.3)
     plan.apply(module)
     part = module.blocks[0]
     revzoo.plan(part, torch.randn(4, 64, 64), "1TB").apply(part)
-    assert train(module, module, TEXT)[0] <= budget
+    assert train(module, torch.compile(module, backend="aot_eager") if is_compiled else module, TEXT)[0] <= budget
 
 
 @pytest.mark.parametrize("parts", [False, True], ids=["whole", "blocks"])

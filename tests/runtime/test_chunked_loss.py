@@ -254,3 +254,11 @@ def test_what_is_computed_outside_of_the_head_has_its_gradient_once_or_none():
     rows = hidden.detach().flatten(0, 1).requires_grad_()
     with pytest.raises(InputError, match="computed outside"):
         revzoo.chunked_loss(lambda x: x @ rows.T, rows, torch.arange(len(rows)))
+
+
+def test_another_label_than_the_ignored_one_is_out_of_range():
+    head, hidden, labels = make(ignored=0)
+    labels = labels.clone()
+    labels[0, 0] = -100
+    with pytest.raises(IndexError, match="-100 is out of bounds"):
+        revzoo.chunked_loss(head, hidden, labels, ignore_index=3)

@@ -28,14 +28,4 @@ def test_the_runtime_imports_neither_the_compiler_nor_dtensor_nor_the_rest_of_re
     for name in ("torch._dynamo", "torch.distributed.tensor", "torch.utils.flop_counter", "timm", "rich", "yaml"):
         assert not [module for module in modules if f"{module}.".startswith(f"{name}.")]
     others = {module.split(".")[1] for module in modules if module.startswith("revzoo.")} - {"runtime"}
-    assert others == {
-        "bijection",
-        "bounds",
-        "device",
-        "dtype",
-        "errors",
-        "inplace_abn",
-        "invertible",
-        "noise",
-        "registry",
-    }
+    assert others == {"bijection", "bounds", "device", "dtype", "errors", "inplace_abn", "invertible", "noise", "registry"}
