@@ -54,15 +54,6 @@ def test_a_benchmark_at_toy_size(name, tmp_path):
         assert [each for each in failed if each[1].startswith("revzoo")] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["faults", "restarts"])
-def test_trainings_are_broken(name, tmp_path):
-    """Three are killed, and each of the others' faults is tried once; broken code is noticed."""
-    command = [sys.executable, str(FOLDER / f"{name}.py"), "--quick"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def is_time(what: str) -> bool:
     """A time at toy size, on a busy machine, says nothing."""
     return "time" in what or "[us]" in what
