@@ -23,7 +23,8 @@ from revzoo.graph.capture import Capture, capture
 from revzoo.graph.compiled_peak import find_obstacle, fit_compiled
 from revzoo.graph.counted_step import FrontPoint, PlanDetails, SpannedStep, count_own_peak, count_step, describe_step
 from revzoo.graph.front import Front, find_front
-from revzoo.graph.module_plan import GraphPlan, ModulePlan, set_schedules
+from revzoo.graph.graph_plan import GraphPlan
+from revzoo.graph.module_plan import ModulePlan, set_schedules
 from revzoo.graph.progress import Report, keep_silent
 from revzoo.graph.refusal import describe_backward_hooks, describe_modes, unwrap
 from revzoo.graph.spans import Spans

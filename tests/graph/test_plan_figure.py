@@ -6,7 +6,7 @@ from rich.console import Console
 
 from revzoo.display.style import LIGHT_GREY, LIGHT_ORANGE, MODE_COLORS
 from revzoo.graph import CallDetails, FrontPoint, ModulePlan, Phase, PlanDetails
-from revzoo.graph.module_plan import GraphPlan
+from revzoo.graph.graph_plan import GraphPlan
 from revzoo.graph.plan_figure import plot_module_plan
 from revzoo.graph.plan_table import name_parts, tabulate_module_plan
 from revzoo.planning.setting import Setting

@@ -16,7 +16,7 @@ from torch.fx.graph_module import _loader
 import revzoo
 from revzoo.errors import BudgetError
 from revzoo.graph import plan_module
-from revzoo.graph.module_plan import _PlannedCall
+from revzoo.graph.planned_call import PlannedCall
 
 BATCH = torch.linspace(-1, 1, 512).view(64, 8)
 
@@ -133,7 +133,7 @@ def test_inputs_that_share_memory_now_and_then_are_planned_once():
     module = Written(*Net())
     plan_module(module, (BATCH, BATCH + 1), None)[0].apply(module)
     given = [(BATCH.clone(), BATCH.clone()), (shared := BATCH.clone(), shared)]
-    with patch("revzoo.graph.module_plan._PlannedCall._choose", autospec=True, side_effect=_PlannedCall._choose) as choose:
+    with patch("revzoo.graph.planned_call.PlannedCall._choose", autospec=True, side_effect=PlannedCall._choose) as choose:
         for _ in range(3):
             for each in given:
                 module(*each).sum().backward()
