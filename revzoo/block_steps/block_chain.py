@@ -41,7 +41,7 @@ from revzoo.device import can_read_now
 from revzoo.dtype import HALF
 from revzoo.errors import InputError
 from revzoo.runtime.chain_link import run_link
-from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
+from revzoo.runtime.compiling import exclude_from_compilation, is_exporting, is_traced
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid, attach_graph
 from revzoo.runtime.forward import Forward
@@ -53,10 +53,12 @@ from revzoo.runtime.observation import begin_call
 from revzoo.runtime.ownership import ModuleReference
 from revzoo.runtime.round import Round, begin_round
 from revzoo.runtime.schedule import check_schedule
+from revzoo.runtime.seams import prepare_compiler
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.tiles import Tile, cut_side, find_tiles
+from revzoo.runtime.traced_chain import advance, begin
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives
-from revzoo.runtime.update import Step
+from revzoo.runtime.update import Step, StepUpdate
 
 _USUAL_GRID = StateGrid()
 # What to do where states leave the grid.
@@ -103,6 +105,7 @@ class BlockChain:
         self._beginnings = 0
         self.members: list[BlockStep] = []
         self.checkpoints = Checkpoints(self._owner, self.members)
+        self.traced: tuple[Any, Any] = None, None  # while a forward is traced: what a block has returned, and the states
         self.restarts: dict[str, None] = {}  # steps that have begun a chain without being the first
         self.end = nn.Identity()  # for observers, it stands for what the network computes after the last step
 
@@ -315,6 +318,8 @@ class BlockStep(nn.Module):
                 f"{self.name} is a step of a reversible chain, whose older state torch.export cannot follow. Export the "
                 "ordinary network: revzoo.ordinary_(model)."
             )
+        if self._is_traced():
+            return self._run_traced(x, arguments)
         if torch.is_grad_enabled():
             return self._run_recorded(x, arguments)
         return self._run_plain(x, arguments)
@@ -358,6 +363,27 @@ class BlockStep(nn.Module):
             mode = Mode.STORE
         with leave_checkpoint():
             return self._run(x, arguments, mode)
+
+    def _is_traced(self) -> bool:
+        """Return whether the whole block is a part of a graph that is traced."""
+        is_whole = type(self) is BlockStep and find_tiles(self) is None and self.block._compiled_call_impl is None
+        return is_whole and is_traced() and not self.chain.keep and prepare_compiler(True)
+
+    def _run_traced(self, x: Tensor, arguments: Arguments) -> Any:
+        chain, returned = self.chain, arguments.returned
+        arguments, may_repeat = self._leave_out_caches(arguments)
+        mode = chain._schedule[self.index] if may_repeat and torch.is_grad_enabled() else Mode.STORE
+        dtype = chain.states or (torch.float32 if x.dtype in HALF else x.dtype)
+        grid = Grid(dtype, chain.coupling.fraction_bits)
+        y, pair = chain.traced
+        if y is not x:
+            first = grid.round(x)
+            pair = begin(first), begin(first)
+        update = StepUpdate(chain.coupling.bind(pair), grid, pair[0], mode.inverts)
+        pair = advance(update, pair, self.forward(pair[1], arguments), mode, is_exact=True)
+        y = pair[1].to(cast(torch.dtype, returned.dtype))
+        chain.traced = (y, pair) if self.index + 1 < len(chain._schedule) else (None, None)
+        return replace_state(returned.value, y, returned.place)
 
     def _run(self, x: Tensor, arguments: Arguments, mode: Mode) -> Any:
         pair, segment, grid, round = self._find_states(x)

@@ -62,7 +62,7 @@ class Checkpoints:
         function = getattr(module, "_gradient_checkpointing_func", None)
         if isinstance(function, partial) and function.keywords.get("use_reentrant"):
             module.__dict__["_gradient_checkpointing_func"] = partial(function, use_reentrant=False)
-        blocks = [block for step in self._steps if (block := step._block()) is not None and is_checkpointed(block)]
+        blocks = [block for block in [step._block() for step in self._steps] if block is not None and is_checkpointed(block)]
         if not blocks and not is_checkpointed(module):
             return
         for block in blocks:

@@ -36,6 +36,7 @@ from revzoo.errors import RevzooError
 from revzoo.format import format_bytes
 from revzoo.graph.compiled_call import is_own_backend
 from revzoo.graph.front import find_front
+from revzoo.graph.inversion import has_chains, invert
 from revzoo.graph.joint_graph import JointGraph
 from revzoo.graph.joint_record import record_joint
 from revzoo.graph.partition import cut, is_cut
@@ -90,14 +91,14 @@ def carry_limit(module: nn.Module, limit: Limit | None) -> None:
         hook.remove()
     else:
         _limits[module] = limit, module.register_forward_pre_hook(_look_at_backend)
-        _set_up()
+        set_up()
     global _has_compiled_others
     _has_compiled_others |= not all(map(is_own_backend, cached_backends.values()))
     if _has_compiled_others:
         torch.compiler.reset()
 
 
-def _set_up() -> None:
+def set_up() -> None:
     """Have all backends call this file. PyTorch's settings may be those of one thread."""
     if not isinstance(inductor_config.custom_partitioner_fn, _Partitioner):
         inductor_config.custom_partitioner_fn = _Partitioner(inductor_config.custom_partitioner_fn)
@@ -112,14 +113,31 @@ def _look_at_backend(*_: Any) -> None:
     if torch.compiler.is_dynamo_compiling():
         _warn_of_backend()
     else:
-        _set_up()
+        set_up()
+
+
+def prepare_chain(is_exact: bool) -> bool:
+    """Set up for a reversible chain that is being traced. Return whether its backward can be made a part of the graph.
+
+    In exact arithmetic a second run has to round as the first, which a backend that fuses operations does not promise.
+    """
+    set_up()
+    name = _get_backend_name()
+    return name.startswith("aot_eager") if is_exact else not _traces_no_backward(name)
+
+
+def _get_backend_name() -> str:
+    return str(getattr(InstructionTranslator.current_tx().output.compiler_fn, "__name__", ""))
+
+
+def _traces_no_backward(name: str) -> bool:
+    return "eager" in name and not name.startswith("aot")
 
 
 @torch.compiler.assume_constant_result  # run while the compiler traces
 def _warn_of_backend() -> None:
-    _set_up()
-    name = str(getattr(InstructionTranslator.current_tx().output.compiler_fn, "__name__", ""))
-    if "eager" in name and not name.startswith("aot"):
+    set_up()
+    if _traces_no_backward(name := _get_backend_name()):
         warn_user(
             f"The backend {name!r} of torch.compile has no graph of backward to cut: what it compiles stores everything. "
             'Take "inductor" or "aot_eager", or leave the planned module uncompiled.'
@@ -195,8 +213,15 @@ def _list_changed() -> list[int]:
 
 def _cut_as_planned(module: GraphModule, inputs: Any, is_fusible: Callable[[Node], bool] = lambda _: False) -> None:
     """Cut a joint graph so that its step stays within the limits of the modules in it, if that needs a cut."""
-    limits = _list_limits()
-    if not limits or not isinstance(inputs, tuple) or not inputs[1]:
+    if not isinstance(inputs, tuple) or not inputs[1]:
+        return
+    has_reversible, limits = has_chains(module.graph), _list_limits()
+    if has_reversible or limits:
+        module.graph.eliminate_dead_code()  # which has no place among the others
+    if has_reversible:
+        invert(JointGraph.read(module.graph, len(inputs[0]), _list_changed(), is_fusible))
+        module.recompile()
+    if not limits:
         return
     read = partial(JointGraph.read, num_inputs=len(inputs[0]), changed=_list_changed(), is_fusible=is_fusible)
     joint, limit = read(module.graph), Limit.unite(limits)

@@ -86,7 +86,7 @@ class JointGraph:
                 elif node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward"):
                     loose.add(node)
                 else:
-                    forward.setdefault(_find_operation(node), []).append(node)
+                    forward.setdefault(find_operation(node), []).append(node)
         keys = {key for number in changed for key, _ in find_storages(given[number])}
         return cls(
             graph=graph,
@@ -187,7 +187,7 @@ def _list_readers(node: Node) -> Iterator[Node]:
             yield user
 
 
-def _find_operation(node: Node) -> Node:
+def find_operation(node: Node) -> Node:
     """Return the operation that a node takes a part of."""
     while node.target is operator.getitem and isinstance(node.args[0], Node) and node.args[0].op == "call_function":
         node = node.args[0]

@@ -9,6 +9,7 @@ An operation that draws random numbers draws them again from the state that the 
 
 import operator
 from bisect import bisect_right
+from collections.abc import Hashable
 from itertools import count, pairwise
 from typing import Any, cast
 
@@ -26,6 +27,8 @@ from revzoo.runtime.nested import tensors_in
 
 def cut(joint: JointGraph, spans: Spans) -> None:
     """Rewrite a joint graph so that its backward makes again what the spans drop."""
+    for node in joint.graph.nodes:  # of checkpoints in the module, in whose place the plan is
+        node.meta.pop("recompute", None)
     _Cut(joint, spans).run()
 
 
@@ -34,53 +37,63 @@ def is_cut(graph: Graph) -> bool:
     return any(COPIES in node.meta for node in graph.nodes)
 
 
-class _Cut:
-    def __init__(self, joint: JointGraph, spans: Spans):
-        self._joint, self._spans = joint, spans
-        self._atoms = {node: atom for atom in joint.atoms for node in atom.nodes}
-        self._nests = {span: nest for nest in spans.nests for span in range(nest.first, nest.end)}
-        self._copies: dict[tuple[int | Nest, Node], Node] = {}  # by span or nest, and what is copied
+class Remaker:
+    """Has backward read copies of operations of forward in place of what it is not to keep.
+
+    Args:
+        joint: the graph.
+    """
+
+    def __init__(self, joint: JointGraph):
+        self.joint = joint
+        self.atoms = {node: atom for atom in joint.atoms for node in atom.nodes}
+        self._copies: dict[tuple[Hashable, Node], Node] = {}  # by where it is made again, and what is copied
         self._numbers = count(-1, -1)  # of what is made again: identities are above
-        self._results: dict[Node, Node] = {}  # of what draws, by the node that stood for it before
+        self.results: dict[Node, Node] = {}  # of what draws, by the node that stood for it before
         self._drawn: dict[Node, tuple[Any, Any]] = {}  # by result of what draws: state of the generator, and operation
 
     def run(self) -> None:
-        for node in self._atoms:  # of checkpoints in the module, in whose place the plan is
-            node.meta.pop("recompute", None)
-        for node, following in reversed([*pairwise(self._joint.backward)]):
+        """Rewrite the graph."""
+        for node, following in reversed([*pairwise(self.joint.backward)]):
             following.prepend(node)
-        for node, owner in zip(self._joint.backward, self._joint.list_owners(), strict=True):
+        for node, owner in zip(self.joint.backward, self.joint.list_owners(), strict=True):
             node.meta["partitioner_tag"] = "must_be_in_backward"  # also what needs no gradient, and might be made in forward
-            span = bisect_right(self._spans.ends, owner)
+            place = self.enter(owner, node)
             for each in node.all_input_nodes:
-                found = self._find(span, each, node)
-                given = self._results.get(each, each)
+                found = self.find(place, each, node)
+                given = self.results.get(each, each)
                 if found is not given:
                     node.replace_input_with(given, found)
             if copies := _list_copies(node):
                 node.meta[COPIES] = copies
 
-    def _find(self, place: int | Nest, node: Node, before: Node) -> Node:
-        """Return what stands for a result in the recovery of a span or nest, and have it made before an operation."""
-        node = self._results.get(node, node)
-        if node not in self._atoms:
+    def enter(self, owner: int, node: Node) -> Hashable:
+        """Return where an operation of backward reads, which computes the gradient of this atom."""
+        raise NotImplementedError
+
+    def choose(self, place: Any, node: Node) -> Hashable:
+        """Return where a result is made again for whoever reads it at a place; None if it is kept."""
+        raise NotImplementedError
+
+    def find(self, place: Any, node: Node, before: Node) -> Node:
+        """Return what stands for a result where it is read, and have it made before an operation."""
+        node = self.results.get(node, node)
+        if node not in self.atoms:
             return node
         is_number = not isinstance(node.meta.get("val"), Tensor | tuple | list)
-        if node in self._spans.kept or is_number or not self._atoms[node].is_repeatable:
+        if is_number or not self.atoms[node].is_repeatable or (place := self.choose(place, node)) is None:
             if isinstance(node.meta.get("val"), Tensor):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             return node
-        if isinstance(place, int) and place in self._nests and node in self._nests[place].handed:
-            place = self._nests[place]
-        if self._atoms[node].draws and node.target is not operator.getitem and node not in self._drawn:
-            node = self._save_state(node)
+        if self.atoms[node].draws and node.target is not operator.getitem and node not in self._drawn:
+            node = self.save_state(node)
         if (place, node) not in self._copies:
             self._copies[place, node] = self._copy(place, node, before)
         return self._copies[place, node]
 
-    def _copy(self, place: int | Nest, node: Node, before: Node) -> Node:
+    def _copy(self, place: Any, node: Node, before: Node) -> Node:
         def find(each: Node) -> Node:
-            return self._find(place, each, before)
+            return self.find(place, each, before)
 
         source = cast(Node, node.args[0]) if node in self._drawn else node
         for each in source.all_input_nodes:
@@ -89,17 +102,17 @@ class _Cut:
         target: Target = source.target
         if node in self._drawn:
             target, args = run_with_rng_state, (*self._drawn[node], *args[1:])
-        with self._joint.graph.inserting_before(before):
-            copied = self._joint.graph.create_node("call_function", target, args, kwargs)
+        with self.joint.graph.inserting_before(before):
+            copied = self.joint.graph.create_node("call_function", target, args, kwargs)
         given = {key for each in source.all_input_nodes for key, _ in find_storages(each)}
         made = {key: next(self._numbers) for key, _ in find_storages(node) if key not in given}
         copied.meta = node.meta | {"partitioner_tag": "must_be_in_backward", COPIES: _list_copies(copied) | made}
         copied.meta.pop("recompute", None)
         return copied
 
-    def _save_state(self, node: Node) -> Node:
+    def save_state(self, node: Node) -> Node:
         """Have an operation also return the state of the generator before it. Return what stands for its result."""
-        graph = self._joint.graph
+        graph = self.joint.graph
         with graph.inserting_before(node):
             both = graph.call_function(run_and_save_rng_state, (cast(Any, node.target), *node.args), node.kwargs)
             state, result = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
@@ -111,9 +124,26 @@ class _Cut:
         both.meta = {"val": (state.meta["val"], node.meta["val"])} | tag
         node.replace_all_uses_with(result)
         graph.erase_node(node)
-        self._atoms[result] = self._atoms[node]
-        self._results[node], self._drawn[result] = result, (state, node.target)
+        self.atoms[result] = self.atoms[node]
+        self.results[node], self._drawn[result] = result, (state, node.target)
         return result
+
+
+class _Cut(Remaker):
+    def __init__(self, joint: JointGraph, spans: Spans):
+        super().__init__(joint)
+        self._spans = spans
+        self._nests = {span: nest for nest in spans.nests for span in range(nest.first, nest.end)}
+
+    def enter(self, owner: int, node: Node) -> int:
+        return bisect_right(self._spans.ends, owner)
+
+    def choose(self, place: int | Nest, node: Node) -> int | Nest | None:
+        if node in self._spans.kept:
+            return None
+        if isinstance(place, int) and place in self._nests and node in self._nests[place].handed:
+            return self._nests[place]
+        return place
 
 
 def _list_copies(node: Node) -> dict[int, int]:

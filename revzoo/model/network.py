@@ -11,6 +11,7 @@ from revzoo.bijection import Bijection
 from revzoo.errors import InputError
 from revzoo.model.tap import Tap, insert_taps
 from revzoo.runtime.chain import invert_chain, run_chain
+from revzoo.runtime.compiling import is_traced
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid
 from revzoo.runtime.layer_chain import run_layers, run_layers_apart, run_layers_before
@@ -213,7 +214,7 @@ class Network(Scheduled, nn.Module):
         self, layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | None
     ) -> tuple[tuple[Tensor, ...], InvertedSegment | None]:
         """Run the layers before the split, and split; return the streams, and a segment that a chain can go on with, if any."""
-        if not layers or self.exact or self.coupling.is_exact or not has_inverse(self.split):
+        if not layers or self.exact or self.coupling.is_exact or is_traced() or not has_inverse(self.split):
             return self.split(run_layers(layers, x, lookahead=lookahead) if layers else x), None
         out = run_layers_before(layers, [x], lookahead=lookahead)
         if isinstance(out, Tensor):

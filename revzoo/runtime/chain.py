@@ -30,7 +30,7 @@ from revzoo.errors import InputError, ScheduleError
 from revzoo.registry import couplings
 from revzoo.runtime import seams
 from revzoo.runtime.chain_link import call_step, run_link, watch_range
-from revzoo.runtime.compiling import exclude_from_compilation, find_function_compiler, is_exporting
+from revzoo.runtime.compiling import exclude_from_compilation, find_function_compiler, is_exporting, is_traced
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.inventory import Pattern, check_patterns
@@ -38,6 +38,7 @@ from revzoo.runtime.layout import LayoutEntry, Scheduled
 from revzoo.runtime.lookahead import LookaheadOption, begin_lookahead
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.segment import InvertedSegment
+from revzoo.runtime.traced_chain import run_traced
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives
 from revzoo.runtime.update import Step, StepUpdate, is_dense, make_step
 
@@ -184,6 +185,11 @@ def run_chain(
         )
     steps = [link for link in links if isinstance(link, Step)]
     drops = torch.is_grad_enabled() and any(step.mode.drops for step in steps)
+    is_exact = exact or any(step.coupling.is_exact for step in steps)
+    can_be_traced = drops and segment is None and not keep and all(step.tiles is None for step in steps)
+    if can_be_traced and is_traced() and seams.prepare_compiler(is_exact):
+        grid, pair = _start(links, x1, x2, exact)
+        return run_traced(links, pair, side, grid)
     if segment is not None or ((drops or any(step.tiles is not None for step in steps)) and not is_exporting()):
         return _run_recorded(links, x1, x2, side, exact, lookahead, segment, keep)
     return _run_plain(links, x1, x2, side, exact)

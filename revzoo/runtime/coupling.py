@@ -8,6 +8,7 @@ ordinary residual network, and nearly impossible to invert in floating point. Wi
 (`exact.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from numbers import Real
@@ -82,9 +83,14 @@ class Coupling:
         return replace(self, a=self.a + self.c)
 
     @property
-    def weights(self) -> tuple[Any, Any, Any]:
-        """Of w[k-1], w[k] and f(w[k]): b, a and c, as numbers or for each example."""
+    def unsigned(self) -> tuple[float, float, float]:
+        """Weights of w[k-1], w[k] and f(w[k]): b, a and c, of which a sign is to make those of each example."""
         return self.b, self.a, self.c
+
+    @property
+    def weights(self) -> tuple[Any, Any, Any]:
+        """Weights of w[k-1], w[k] and f(w[k]), as numbers or for each example."""
+        return give_sign(self.unsigned, self.sign)
 
     def require_exact(self) -> None:
         """Raise InputError unless the inverse is exact on a grid."""
@@ -158,11 +164,8 @@ class RandomSign(Coupling):
         return replace(self, a=self.a + self.c, ordinary=self.ordinary.with_residual)
 
     @property
-    def weights(self) -> tuple[Any, Any, Any]:
-        if self.sign is None:
-            return super().weights
-        b = self.sign * self.b
-        return b, self.ordinary.a - b, self.ordinary.c
+    def unsigned(self) -> tuple[float, float, float]:
+        return (self.b, self.a, self.c) if self.sign is None else (self.b, self.ordinary.a, self.ordinary.c)
 
     @property
     def on_grid(self) -> Coupling:
@@ -179,6 +182,14 @@ class RandomSign(Coupling):
             )
         sign = torch.randint(0, 2, (*state.shape[:1], *[1] * (state.dim() - 1)), dtype=torch.int8, device=state.device)
         return replace(self, sign=sign * 2 - 1)
+
+
+def give_sign(unsigned: Sequence[float], sign: Tensor | None) -> tuple[Any, ...]:
+    """Return the weights of each example, whose momentum has a sign; without signs those that are given."""
+    if sign is None:
+        return tuple(unsigned)
+    b, a, c = unsigned
+    return sign * b, a - sign * b, c
 
 
 @couplings.register("additive")

@@ -29,7 +29,7 @@ from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime import seams
 from revzoo.runtime.bits import PackedBits, choose_dtype, pack, unpack
 from revzoo.runtime.compiling import FunctionCompiler
-from revzoo.runtime.coupling import Coupling, RandomSign
+from revzoo.runtime.coupling import Coupling, give_sign
 from revzoo.runtime.nested import wraps_tensors
 
 # Binary digits after the point, and in total. The states of trained networks stay far below 2^8 (the largest seen is 0.12 of
@@ -39,24 +39,22 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 T = TypeVar("T")
 LostBits = PackedBits | Tensor | None
-Weights = RandomSign | Sequence[float]  # of a coupling with random signs, which are computed when they are needed
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Return a value computed elsewhere; its gradient is that of the sum of inputs times weights."""
+    """Return a value computed elsewhere; its gradient is that of the sum of inputs times weights.
+
+    Signs are given them when they are needed.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, weights: Weights, *inputs: Tensor) -> Tensor:
-        ctx.weights = weights
+    def forward(ctx: Any, value: Tensor, weights: Sequence[float], sign: Tensor | None, *inputs: Tensor) -> Tensor:
+        ctx.weights, ctx.sign = weights, sign
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(scale_gradient(grads[0], weight) for weight in _read(ctx.weights))
-
-
-def _read(weights: Weights) -> Sequence[float | Tensor]:
-    return weights.weights if isinstance(weights, RandomSign) else weights
+        return None, None, None, *(scale_gradient(grads[0], weight) for weight in give_sign(ctx.weights, ctx.sign))
 
 
 def scale_gradient(gradient: Tensor, weight: float | Tensor) -> Tensor | None:
@@ -66,18 +64,18 @@ def scale_gradient(gradient: Tensor, weight: float | Tensor) -> Tensor | None:
     return None if weight == 0 else gradient if weight == 1 else gradient * weight
 
 
-def attach_graph(value: Tensor, weights: Weights, *inputs: Tensor) -> Tensor:
-    """Return a value, differentiated as the sum of inputs times weights; those of a coupling may differ between examples."""
+def attach_graph(value: Tensor, weights: Sequence[float], *inputs: Tensor, sign: Tensor | None = None) -> Tensor:
+    """Return a value, differentiated as the sum of inputs times weights, those of a coupling if each example has a sign."""
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return value
-    if not isinstance(weights, RandomSign):
+    if sign is None:
         # Compiled autograd cannot add a gradient that is None.
         inputs = tuple(x if s else x.detach() for x, s in zip(inputs, weights, strict=True))
-    return _StraightThrough.apply(value, weights, *inputs)
+    return _StraightThrough.apply(value, weights, sign, *inputs)
 
 
 def _round_to_grid(x: Tensor, scale: float) -> Tensor:
-    return x.mul(scale).round_().mul_(1 / scale).add_(0.0)  # the sum turns -0.0 into 0.0
+    return without_negative_zeros(x.mul(scale).round_().mul_(1 / scale))
 
 
 def _round_terms(current: Tensor, out: Tensor, coupling: Coupling, scale: float, into: Tensor | None = None) -> Tensor:
@@ -86,7 +84,7 @@ def _round_terms(current: Tensor, out: Tensor, coupling: Coupling, scale: float,
     A product and a sum are one operation only where the product is exact: elsewhere a fused multiply-add may round differently
     when recomputed.
     """
-    a, c = _get_unsigned_weights(coupling)
+    _, a, c = coupling.unsigned
     out, a, c = out.to(current.dtype), a * scale, c * scale
     if a and _is_power_of_two(c):
         into = _reuse(torch.empty_like(out)) if into is None else into
@@ -98,12 +96,6 @@ def _round_terms(current: Tensor, out: Tensor, coupling: Coupling, scale: float,
     if coupling.sign is not None:
         total.addcmul_(current, coupling.sign, value=-coupling.b * scale)
     return total.round_()
-
-
-def _get_unsigned_weights(coupling: Coupling) -> tuple[float, float]:
-    """Return a and c; of a coupling with random signs without the part of a that has the sign."""
-    coupling = coupling if coupling.sign is None else coupling.in_evaluation
-    return coupling.a, coupling.c
 
 
 def without_negative_zeros(x: Tensor) -> Tensor:
@@ -228,7 +220,7 @@ class Grid:
         terms = previous, current, out
         advance = self._compile_if_exact(_advance, coupling, *terms)
         following, bits = advance(*(x.detach() for x in terms), coupling, self.scale, self.limit, keeps_bits)
-        return attach_graph(following, coupling if isinstance(coupling, RandomSign) else coupling.weights, *terms), bits
+        return attach_graph(following, coupling.unsigned, *terms, sign=coupling.sign), bits
 
     def invert(
         self,
@@ -254,8 +246,9 @@ class Grid:
             None; in a CUDA graph, where nothing can be raised, a number to add to a state: 0, or NaN if a state has left the
             grid, so that no gradient that could be wrong looks right.
         """
-        task = torch._C._current_graph_task_id()
-        if not self._noted or task == self._checked_in or not has_value(self._noted[0][1]):
+        if not self._noted or not has_value(self._noted[0][1]):
+            return None
+        if (task := torch._C._current_graph_task_id()) == self._checked_in:
             return None
         self._checked_in = task
         noted = list(self._noted)  # it holds the tensors until they are checked: a side stream may be reading them
@@ -277,7 +270,7 @@ class Grid:
         """
         if self._compile is None or not all(type(x) is Tensor for x in terms):
             return function
-        a, c = _get_unsigned_weights(coupling)
+        _, a, c = coupling.unsigned
         is_exact = a == 0 or (_is_power_of_two(a) and _is_power_of_two(c))
         return self._compile(function) if is_exact or all(x.is_cpu for x in terms) else function
 

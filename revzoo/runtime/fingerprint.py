@@ -111,6 +111,12 @@ def _add_bits(x: Tensor) -> Tensor:
     return integers.view(parts, -1).sum(1, dtype=dtype)  # wraps around
 
 
+def square_bits(x: Tensor) -> Tensor:
+    """Return the sum of the squares of the elements' bits, which the compiler adds up where it makes or reads the elements."""
+    integers = x.view(_INTEGERS[x.element_size()]).to(torch.int64)
+    return (integers * integers).sum()  # wraps around
+
+
 def _project(x: Tensor) -> Tensor:
     """Return random projections: first rows of _WIDTH elements become one each, until few are left."""
     length, dtype, device = x.numel(), x.dtype, x.device

@@ -21,6 +21,7 @@ and follows its recorded calls.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -39,6 +40,18 @@ class Keeper(Protocol):
 
     def hand_out(self) -> AbstractContextManager[Any]:
         """Return a context for a second run."""
+
+
+def prepare_compiler(is_exact: bool) -> bool:
+    """Have the compiler rebuild what chains drop that are traced now; return whether it can. Run while it traces.
+
+    Args:
+        is_exact: whether a second run has to give the same bits as the first.
+    """
+    return bool(import_module("revzoo.graph.compiler").prepare_chain(is_exact))  # imports the compiler, which is there by now
+
+
+vars(prepare_compiler)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, which imports the compiler
 
 
 begin_forward: list[Callable[..., None]] = []  # called with the forward, an input, the steps, and the segment before them

@@ -146,7 +146,7 @@ class StepUpdate(Update):
         into = None
         if strides is None or following.stride() == strides == out.stride():
             pass  # the difference has them too
-        elif not wraps_tensors(type(following)):  # the operands of DTensors may be sharded differently
+        elif not (torch.compiler.is_compiling() or wraps_tensors(type(following))):  # DTensors may be sharded differently
             into = following.new_empty_strided(following.shape, strides)
         if self._grid is None:
             rebuilt = self._coupling.invert(following, current, match_dtype(out, following), into)

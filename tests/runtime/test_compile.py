@@ -101,7 +101,7 @@ def train(schedule: object, whole: bool) -> tuple[list[Tensor], list[int]]:
     calls: Counter[str] = Counter()
     for step in model.steps:
         step.register_forward_pre_hook(lambda step, _: calls.update([step.name]))
-    logits = (torch.compile(model, backend="aot_eager") if whole else model)(model.example_input(3))
+    logits = (torch.compile(model, backend="aot_eager", fullgraph=True) if whole else model)(model.example_input(3))
     assert calls == {step.name: 1 for step in model.steps}
     logits.square().sum().backward()
     return [p.grad for p in model.parameters()], [calls[step.name] for step in model.steps]
@@ -109,22 +109,22 @@ def train(schedule: object, whole: bool) -> tuple[list[Tensor], list[int]]:
 
 def test_a_whole_compiled_model_trains_in_every_mode(error):
     torch.compiler.reset()
-    grads, calls = train(["selective", "invert", "selective", "recompute", "store", "recompute", "store"], whole=True)
-    assert error(grads, train(["store"] * 7, whole=False)[0]) < 1e-12
-    assert calls == [2, 2, 2, 1]
+    schedule = ["selective", "invert", "selective", "recompute", "store", "recompute", "store"]
+    grads, calls = train(schedule, whole=True)
+    assert error(grads, train(["store"] * 7, whole=True)[0]) < 1e-12  # compiled code draws other numbers for drop path
+    assert calls == [1] * 4  # a second run calls no step
 
 
-def test_one_graph_without_gradients_or_with_everything_stored():
+def test_one_graph_with_and_without_gradients():
     torch.compiler.reset()
     model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"], exact=True)
     x = model.example_input(2)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert torch.equal(compiled(x), model(x))
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="decides what autograd keeps; compile each step instead"):
-        compiled(x)
-    model.schedule = "store"
-    assert torch.equal(compiled(x), model(x))
+    for schedule in ("invert", "store"):
+        model.schedule = schedule
+        assert torch.equal(compiled(x), model(x))
 
 
 class Mixer(Unit):

@@ -1,0 +1,113 @@
+"""A chain under torch.compile: its forward is traced into the graph, which says how each of its states is undone.
+
+After each step the inverse of its update is traced, too. The operator `revzoo::undo` ties it to the state, so that nothing of
+it is lost, and nothing of it runs in forward: the compiler's backward is made of what `undo` is given, and `undo` is taken out
+(`graph/inversion.py`). A second run of a step is then a part of the graph as well, and needs no hooks, and no comparison: it
+is the same operations. In exact arithmetic, where compiled code might round otherwise than the first run, the oldest states
+are compared bit by bit.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.bijection import Bijection
+from revzoo.runtime.chain_link import call_step
+from revzoo.runtime.coupling import Pair
+from revzoo.runtime.fingerprint import square_bits
+from revzoo.runtime.mode import Mode
+from revzoo.runtime.update import BijectionUpdate, Step, StepUpdate, Update
+
+BEGIN = "begin"  # in place of a mode: where a chain begins
+
+
+@torch.library.custom_op("revzoo::undo", mutates_args=())
+def undo(
+    after: Tensor, back: Tensor, before: Tensor, current: Tensor, is_equal: Tensor | None, kept: list[Tensor], mode: str
+) -> Tensor:
+    """Return a state. What else it is given says how it is undone.
+
+    Args:
+        after: the state.
+        back: the state before it, computed from it, from `current` and from `kept`.
+        before: the state before it, as it was in forward.
+        current: the state that the step ran on.
+        is_equal: whether `back` is `before` to the bit; None where it need not be.
+        kept: what forward keeps for `back` and `is_equal`.
+        mode: of the step.
+    """
+    return after.clone()
+
+
+@undo.register_fake
+def _(after: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(after)
+
+
+def _count_kept(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.count = len(inputs[5])
+
+
+def _pass_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    return gradient, None, None, None, None, [None] * ctx.count, None
+
+
+undo.register_autograd(_pass_gradient, setup_context=_count_kept)
+
+
+def run_traced(links: Sequence[Step | Bijection], pair: Pair, side: Any, grid: Any) -> Pair:
+    """Run a chain while it is traced.
+
+    Args:
+        links: the steps and bijections.
+        pair: the streams.
+        side: read-only second argument of every step.
+        grid: of the states; None in floating point.
+    """
+    pair = begin(pair[0]), begin(pair[1])
+    for link in links:
+        if isinstance(link, Step):
+            update = StepUpdate(link.coupling.bind(pair), grid, pair[0], link.mode.inverts)
+            pair = advance(update, pair, call_step(link, pair, side), link.mode, is_exact=grid is not None)
+        else:
+            for _ in range(2):
+                pair = advance(BijectionUpdate(link, pair[0]), pair, None, Mode.INVERT)
+    return pair
+
+
+def run_node_traced(module: nn.Module, mode: Mode, *inputs: Tensor) -> Any:
+    """Call a node while it is traced, in mode `recompute` or `selective`."""
+    inputs = tuple([begin(x) if x.is_floating_point() else x for x in inputs])
+    out = module(*inputs)
+    if isinstance(out, Tensor):
+        return undo(out, out, out, out, None, [], mode.value)
+    return tuple([undo(each, each, each, each, None, [], mode.value) for each in out])
+
+
+def begin(x: Tensor) -> Tensor:
+    """Return a stream as the first state of a chain, or as the input of a node."""
+    return undo(x, x, x, x, None, [], BEGIN)
+
+
+def advance(update: Update, pair: Pair, out: Tensor | None, mode: Mode, is_exact: bool = False) -> Pair:
+    """Return the states after a step or bijection.
+
+    Args:
+        update: how it changes them.
+        pair: the states before it.
+        out: what the step's function has made of the newer one.
+        mode: of the step.
+        is_exact: whether the states before it are rebuilt bit by bit.
+    """
+    previous, current = pair
+    following = update.advance(pair, out)[1]
+    kept, back, is_equal = list(update.lost_bits), previous, None
+    if mode.inverts:
+        with torch.no_grad():
+            back, _ = update.invert((current.detach(), following.detach()), None if out is None else out.detach())
+            if is_exact:
+                kept.append(square_bits(previous.detach()))
+                is_equal = square_bits(back) == kept[-1]
+    return current, undo(following, back, previous, current, is_equal, kept, mode.value)
