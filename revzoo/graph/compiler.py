@@ -123,7 +123,7 @@ def prepare_chain(is_exact: bool) -> bool:
     """
     set_up()
     name = _get_backend_name()
-    return name.startswith("aot_eager") if is_exact else not _traces_no_backward(name)
+    return name.startswith(("aot_eager", "inductor")) if is_exact else not _traces_no_backward(name)
 
 
 def _get_backend_name() -> str:
@@ -151,7 +151,7 @@ class _Partitioner(CustomPartitionerFn):
         self._other = other
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        _cut_as_planned(gm, joint_inputs, partitioners.get_default_op_list().is_fusible)
+        _cut_as_planned(gm, joint_inputs, partitioners.get_default_op_list().is_fusible, is_inductor=True)
         partition: Callable[..., tuple[GraphModule, GraphModule]] = (
             self._other or partitioners.min_cut_rematerialization_partition
         )
@@ -211,7 +211,9 @@ def _list_changed() -> list[int]:
     return [i for i, each in enumerate(frame.f_locals["inner_meta"].input_info) if each.mutates_data]
 
 
-def _cut_as_planned(module: GraphModule, inputs: Any, is_fusible: Callable[[Node], bool] = lambda _: False) -> None:
+def _cut_as_planned(
+    module: GraphModule, inputs: Any, is_fusible: Callable[[Node], bool] = lambda _: False, is_inductor: bool = False
+) -> None:
     """Cut a joint graph so that its step stays within the limits of the modules in it, if that needs a cut."""
     if not isinstance(inputs, tuple) or not inputs[1]:
         return
@@ -219,7 +221,7 @@ def _cut_as_planned(module: GraphModule, inputs: Any, is_fusible: Callable[[Node
     if has_reversible or limits:
         module.graph.eliminate_dead_code()  # which has no place among the others
     if has_reversible:
-        invert(JointGraph.read(module.graph, len(inputs[0]), _list_changed(), is_fusible))
+        invert(JointGraph.read(module.graph, len(inputs[0]), _list_changed(), is_fusible), is_inductor)
         module.recompile()
     if not limits:
         return

@@ -10,10 +10,11 @@ from bisect import bisect_left
 from typing import Any, cast
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from revzoo.graph.joint_graph import JointGraph, find_operation
 from revzoo.graph.partition import Remaker
+from revzoo.graph.shared_code import share_code
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.operations import is_compute_intensive
 from revzoo.runtime.traced_chain import BEGIN, undo
@@ -32,9 +33,17 @@ def has_chains(graph: Graph) -> bool:
     return bool(graph.find_nodes(op="call_function", target=_UNDO))
 
 
-def invert(joint: JointGraph) -> None:
-    """Rewrite a joint graph so that its backward rebuilds what the chains in it drop."""
-    _Inversion(joint).run()
+def invert(joint: JointGraph, shares_code: bool = False) -> None:
+    """Rewrite a joint graph so that its backward rebuilds what the chains in it drop.
+
+    Args:
+        joint: the graph.
+        shares_code: whether both runs of a step in exact arithmetic call the same code.
+    """
+    inversion = _Inversion(joint)
+    inversion.run()
+    if shares_code:
+        share_code(cast(GraphModule, joint.graph.owning_module), inversion.list_exact())
 
 
 class _Inversion(Remaker):
@@ -64,6 +73,14 @@ class _Inversion(Remaker):
                 step.names[0].meta["recompute"] = step.state.meta["recompute"]
             step.state.replace_all_uses_with(step.names[0])
         self.joint.graph.eliminate_dead_code()
+
+    def list_exact(self) -> list[dict[Node, Node]]:
+        """Return for each step in exact arithmetic what of it runs twice, with its copy."""
+        groups: dict[Any, dict[Node, Node]] = {}
+        for (place, node), copied in self._copies.items():
+            if node not in self._drawn:
+                groups.setdefault(place, {})[node] = copied
+        return [group for place, group in groups.items() if self._steps[place].is_equal is not None]
 
     def enter(self, owner: int, node: Node) -> int | None:
         k = self._find_step(owner)

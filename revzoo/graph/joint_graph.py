@@ -75,7 +75,8 @@ class JointGraph:
         following = set(given[num_inputs:])  # what depends on the tangents
         forward: dict[Node, list[Node]] = {}
         backward: dict[Node, int | None] = {}  # with the number of the call whose gradient it computes
-        loose = set[Node]()  # what backward makes from nothing, or from results of forward
+        loose = set[Node]()  # what backward makes from nothing, or from results of forward, and is not placed yet
+        ahead = set[Node]()  # all of it
         for node in graph.nodes:
             if node.op == "call_function":
                 if not following.isdisjoint(node.all_input_nodes):
@@ -83,8 +84,11 @@ class JointGraph:
                     number = node.meta.get("seq_nr")
                     for each in _list_loose(node, loose):
                         backward[each] = number
-                elif node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward"):
+                elif (tag := node.meta.get("partitioner_tag")) in ("is_backward", "must_be_in_backward") or (
+                    tag is None and not ahead.isdisjoint(node.all_input_nodes)  # of the backend's own
+                ):
                     loose.add(node)
+                    ahead.add(node)
                 else:
                     forward.setdefault(find_operation(node), []).append(node)
         keys = {key for number in changed for key, _ in find_storages(given[number])}

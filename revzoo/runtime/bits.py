@@ -43,7 +43,9 @@ def pack(values: Tensor, bits: int) -> PackedBits | Tensor:
     """
     if bits == 8 or is_sharded(values):
         return values
-    dims = sorted(range(values.dim()), key=values.stride, reverse=True)
+    dims = list(range(values.dim()))
+    if not values.is_contiguous():
+        dims.sort(key=values.stride, reverse=True)
     values = values.permute(dims)
     packed, rest, left = [], values.flatten(), bits
     for width in _WIDTHS:

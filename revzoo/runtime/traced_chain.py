@@ -18,6 +18,7 @@ from revzoo.runtime.chain_link import call_step
 from revzoo.runtime.coupling import Pair
 from revzoo.runtime.fingerprint import square_bits
 from revzoo.runtime.mode import Mode
+from revzoo.runtime.transforms import warn_user
 from revzoo.runtime.update import BijectionUpdate, Step, StepUpdate, Update
 
 BEGIN = "begin"  # in place of a mode: where a chain begins
@@ -48,6 +49,11 @@ def _(after: Tensor, *_: Any) -> Tensor:
 
 def _count_kept(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.count = len(inputs[5])
+    if type(output) is Tensor:  # it runs, with values
+        warn_user(
+            "The backend of torch.compile has no graph of backward to rebuild states in: a reversible chain in it stores "
+            'everything. Take "inductor" or "aot_eager", or leave the chain uncompiled.'
+        )
 
 
 def _pass_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

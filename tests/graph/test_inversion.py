@@ -1,13 +1,16 @@
 """Reversible chains under torch.compile: one graph each way, gradients of the same backend stored, memory of one step."""
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from torch.fx import GraphModule
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import revzoo
 from revzoo.graph import compiler
@@ -19,6 +22,7 @@ from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 
 WIDTH = 32
 STREAM_BYTES = 64 * WIDTH * 8
+STREAMS = torch.randn(2, 64, WIDTH, dtype=torch.float64).unbind()
 
 
 @pytest.fixture(autouse=True)
@@ -98,11 +102,13 @@ def compile_chain(chain: nn.Module, backend: Any = "aot_eager") -> Any:
     return torch.compile(chain, backend=backend, fullgraph=True)
 
 
-def run(chain: ReversibleChain, schedule: object, compiles: bool = True, streams: int = 2) -> tuple[list[Tensor], int]:
+def run(
+    chain: ReversibleChain, schedule: object, compiles: bool = True, streams: int = 2, backend: str = "aot_eager"
+) -> tuple[list[Tensor], int]:
     chain.schedule = schedule
     torch.manual_seed(2)
     inputs = torch.randn(streams, 64, WIDTH, dtype=torch.float64).unbind()
-    return train(chain, compile_chain(chain) if compiles else chain, *inputs)
+    return train(chain, compile_chain(chain, backend) if compiles else chain, *inputs)
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -166,8 +172,8 @@ def test_autocast_in_both_runs():
 
 
 def test_a_second_run_that_differs_is_an_error(monkeypatch):
-    def invert_and_differ(joint: JointGraph) -> None:
-        invert(joint)
+    def invert_and_differ(joint: JointGraph, shares_code: bool) -> None:
+        invert(joint, shares_code)
         gelus = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)
         assert len(gelus) == 6  # three again
         gelus[-2].target = torch.ops.aten.silu.default  # of the second step: the state before the first is not needed
@@ -180,9 +186,9 @@ def test_a_second_run_that_differs_is_an_error(monkeypatch):
 
 
 def test_where_no_backward_is_traced_steps_run_uncompiled():
-    chain, inputs = make_chain(), torch.randn(2, 64, WIDTH, dtype=torch.float64).unbind()
-    left, peak = train(chain, torch.compile(chain, backend="eager"), *inputs)
-    expected, eager_peak = train(chain, chain, *inputs)
+    chain = make_chain()
+    left, peak = train(chain, torch.compile(chain, backend="eager"), *STREAMS)
+    expected, eager_peak = train(chain, chain, *STREAMS)
     assert all(map(torch.equal, left, expected))
     assert peak == eager_peak
 
@@ -205,26 +211,87 @@ def test_models_of_the_zoo_are_one_graph(name):
     assert worst_error(train_model("invert"), train_model("store")) < 1e-8
 
 
-@pytest.mark.parametrize(("network", "sign"), [("llama", "fixed"), ("gpt2", "random")])
-def test_a_reversible_network_is_one_graph_and_keeps_its_bits(network, sign):
-    def train_network(schedule: str) -> tuple[list[Tensor], int]:
-        torch.manual_seed(4)
-        if network == "llama":
-            sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-            model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=64))
-        else:
-            model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=2, n_layer=4, vocab_size=64))  # with dropout
-        report = revzoo.reversible_(model, kept_bits=1 if sign == "random" else 8, sign=sign)
-        report.chains[0].schedule = schedule
-        compiled, tokens = compile_chain(model), torch.randint(0, 64, (2, 64))
-        for _ in range(2):
-            model.zero_grad()
-            torch.manual_seed(5)
-            with LiveBytesOfReplacedCalls() as live:
-                fixed = live.watch([*model.parameters(), *model.buffers(), tokens])
-                compiled(input_ids=tokens, use_cache=False).logits.square().mean().backward()
-        return [p.grad for p in model.parameters()], live.peak(without=fixed)
+def train_network(network: str, sign: str, schedule: str, backend: str, lengths: Sequence[int] = (64, 64)) -> Any:
+    """Return gradients of steps with texts of these lengths, and the peak of the last."""
+    torch.manual_seed(4)
+    if network == "llama":
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=64))
+    else:
+        model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=2, n_layer=4, vocab_size=64))  # with dropout
+    report = revzoo.reversible_(model, kept_bits=1 if sign == "random" else 8, sign=sign)
+    report.chains[0].schedule = schedule
+    compiled, gradients = compile_chain(model, backend), list[Tensor]()
+    for length in lengths:
+        model.zero_grad()
+        tokens = torch.randint(0, 64, (2, length))
+        torch.manual_seed(5)
+        with LiveBytesOfReplacedCalls() if backend == "aot_eager" else nullcontext() as live:
+            fixed = live and live.watch([*model.parameters(), *model.buffers(), tokens])
+            compiled(input_ids=tokens, use_cache=False).logits.square().mean().backward()
+        gradients += [p.grad for p in model.parameters()]
+    return gradients, live and live.peak(without=fixed)
 
-    (left, peak), (expected, stored_peak) = train_network("invert"), train_network("store")
+
+NETWORKS = [("llama", "fixed"), ("gpt2", "random")]
+
+
+@pytest.mark.parametrize(("network", "sign"), NETWORKS)
+def test_a_reversible_network_is_one_graph_and_keeps_its_bits(network, sign):
+    (left, peak), (expected, stored_peak) = (train_network(network, sign, way, "aot_eager") for way in ("invert", "store"))
     assert all(map(torch.equal, left, expected))
     assert peak < 0.6 * stored_peak
+
+
+needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(("network", "sign"), NETWORKS)
+def test_inductor_keeps_the_bits_for_texts_of_any_length(network, sign):
+    left, expected = (train_network(network, sign, way, "inductor", (64, 48, 80))[0] for way in ("invert", "store"))
+    assert all(map(torch.equal, left, expected))
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("name", ["additive", "modes", "choices", "kept bits, modes", "exact"])
+def test_inductor_gives_the_gradients_of_the_stored_chain(name):
+    make, schedule = CHAINS[name]
+    left, expected = (run(make(), way, backend="inductor")[0] for way in (schedule, "store"))
+    is_exact = make().exact or make().couplings[0].is_exact
+    assert all(map(torch.equal, left, expected)) if is_exact else worst_error(left, expected) < 1e-9
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_steps_of_the_same_code_are_one_subroutine(monkeypatch):
+    names: list[str] = []
+    add = GraphModule.add_submodule
+    monkeypatch.setattr(GraphModule, "add_submodule", lambda self, name, m: (names.append(name), add(self, name, m))[1])
+    train_network("llama", "fixed", "invert", "inductor", (64,))
+    assert len(names) == 2  # the first block's input needs no gradient from there: what its backward reads is less
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_labels_that_a_network_reads_twice():
+    """Of what is traced, a part may have no use: it has no place among the other operations."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 64}
+    model = BertForMaskedLM(BertConfig(**sizes))
+    revzoo.reversible_(model)
+    tokens = torch.randint(0, 64, (2, 16))
+    compile_chain(model, "inductor")(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters())
+
+
+def test_a_backend_that_traces_no_backward_is_named():
+    def run_as_it_is(graph: GraphModule, inputs: Any) -> Any:
+        return graph.forward
+
+    chain = make_chain()
+    with pytest.warns(UserWarning, match="stores everything"):
+        left = train(chain, torch.compile(chain, backend=run_as_it_is), *STREAMS)[0]
+    assert worst_error(left, train(chain, chain, *STREAMS)[0]) < 1e-12
