@@ -41,7 +41,7 @@ from revzoo.device import can_read_now
 from revzoo.dtype import HALF
 from revzoo.errors import InputError
 from revzoo.runtime.chain_link import run_link
-from revzoo.runtime.compiling import exclude_from_compilation, is_exporting, is_traced
+from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid, attach_graph
 from revzoo.runtime.forward import Forward
@@ -53,7 +53,7 @@ from revzoo.runtime.observation import begin_call
 from revzoo.runtime.ownership import ModuleReference
 from revzoo.runtime.round import Round, begin_round
 from revzoo.runtime.schedule import check_schedule
-from revzoo.runtime.seams import prepare_compiler
+from revzoo.runtime.seams import traces_backward
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.tiles import Tile, cut_side, find_tiles
 from revzoo.runtime.traced_chain import advance, begin
@@ -367,7 +367,7 @@ class BlockStep(nn.Module):
     def _is_traced(self) -> bool:
         """Return whether the whole block is a part of a graph that is traced."""
         is_whole = type(self) is BlockStep and find_tiles(self) is None and self.block._compiled_call_impl is None
-        return is_whole and is_traced() and not self.chain.keep and prepare_compiler(True)
+        return is_whole and not self.chain.keep and traces_backward(True)
 
     def _run_traced(self, x: Tensor, arguments: Arguments) -> Any:
         chain, returned = self.chain, arguments.returned

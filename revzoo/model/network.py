@@ -11,7 +11,6 @@ from revzoo.bijection import Bijection
 from revzoo.errors import InputError
 from revzoo.model.tap import Tap, insert_taps
 from revzoo.runtime.chain import invert_chain, run_chain
-from revzoo.runtime.compiling import is_traced
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid
 from revzoo.runtime.layer_chain import run_layers, run_layers_apart, run_layers_before
@@ -20,7 +19,9 @@ from revzoo.runtime.layout import LayoutEntry, Scheduled, expand_schedule
 from revzoo.runtime.lookahead import Lookahead, begin_lookahead
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.node import require_tensors, run_node
+from revzoo.runtime.seams import traces_backward
 from revzoo.runtime.segment import InvertedSegment
+from revzoo.runtime.traced_chain import regroup_traced
 from revzoo.runtime.update import Step, make_step
 
 
@@ -214,11 +215,13 @@ class Network(Scheduled, nn.Module):
         self, layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | None
     ) -> tuple[tuple[Tensor, ...], InvertedSegment | None]:
         """Run the layers before the split, and split; return the streams, and a segment that a chain can go on with, if any."""
-        if not layers or self.exact or self.coupling.is_exact or is_traced() or not has_inverse(self.split):
+        if not layers or self.exact or self.coupling.is_exact or not has_inverse(self.split):
             return self.split(run_layers(layers, x, lookahead=lookahead) if layers else x), None
         out = run_layers_before(layers, [x], lookahead=lookahead)
         if isinstance(out, Tensor):
-            return self.split(out), None
+            split = cast(Any, self.split)
+            is_undone = torch.is_grad_enabled() and traces_backward(False)
+            return regroup_traced(out, split, split.inverse) if is_undone else split(out), None
         return out.split(self.split), out.segment
 
     def _list_layers(self, name: str, module: nn.Module, stage: int | None = None) -> list[LayoutEntry]:

@@ -90,7 +90,7 @@ class Coupling:
     @property
     def weights(self) -> tuple[Any, Any, Any]:
         """Weights of w[k-1], w[k] and f(w[k]), as numbers or for each example."""
-        return give_sign(self.unsigned, self.sign)
+        return self.b, self.a, self.c
 
     def require_exact(self) -> None:
         """Raise InputError unless the inverse is exact on a grid."""
@@ -168,6 +168,10 @@ class RandomSign(Coupling):
         return (self.b, self.a, self.c) if self.sign is None else (self.b, self.ordinary.a, self.ordinary.c)
 
     @property
+    def weights(self) -> tuple[Any, Any, Any]:
+        return give_sign(self.unsigned, self.sign)
+
+    @property
     def on_grid(self) -> Coupling:
         """The ordinary step on the grid, nearly: as many bits are kept as can be. It shows what the grid itself changes."""
         b = 2.0**-MOST_KEPT_BITS
@@ -189,7 +193,8 @@ def give_sign(unsigned: Sequence[float], sign: Tensor | None) -> tuple[Any, ...]
     if sign is None:
         return tuple(unsigned)
     b, a, c = unsigned
-    return sign * b, a - sign * b, c
+    signed = sign * b
+    return signed, a - signed, c
 
 
 @couplings.register("additive")

@@ -20,7 +20,9 @@ from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.round import begin_round
+from revzoo.runtime.seams import traces_backward
 from revzoo.runtime.segment import InvertedSegment, KeptStates, SavedInputs
+from revzoo.runtime.traced_chain import run_layers_traced
 from revzoo.runtime.transforms import must_store
 
 
@@ -112,6 +114,8 @@ def run_layers_before(
         x = x.float()  # as in `run_chain`: in half precision inversion loses too much
     drops = any(layer.mode.drops for layer in layers)
     if drops and torch.is_grad_enabled() and not is_exporting():
+        if traces_backward(False):
+            return run_layers_traced(layers, x)
         inputs.append(x)
         del x
         return _run_recorded(layers, inputs, lookahead)

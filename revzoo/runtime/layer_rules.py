@@ -126,12 +126,12 @@ def _is_plain_sequential(module: Callable[..., Any]) -> bool:
 
 def _find_definer(kind: type, *names: str) -> type:
     """Return the first class in the order of inheritance that defines one of the names."""
-    return next(each for each in kind.__mro__ if not vars(each).keys().isdisjoint(names))
+    return next(each for each in kind.__mro__ if any(name in vars(each) for name in names))
 
 
 def _is_own(module: nn.Module) -> bool:
     """Return whether a module has its methods from its class."""
-    return vars(module).keys().isdisjoint(("forward", "forward_keeping", "inverse"))
+    return not any(name in vars(module) for name in ("forward", "forward_keeping", "inverse"))
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -62,7 +62,7 @@ def run_without_storing(layers: Sequence[Layer], x: Tensor) -> Tensor:
                     states = states[1], add(states[0], out, in_place=is_held_alone(states[0]))
                     del out
             elif len(states) == 2 and is_channelwise(module):
-                for channels in _slice_halves(states):
+                for channels in slice_halves(states):
                     states = states[1], call_layer(module, states[0], channels)[0].detach()
             else:
                 x = _join(states)
@@ -80,7 +80,8 @@ def _join_states(*states: Tensor) -> States:
     return (join_halves(*states),)
 
 
-def _slice_halves(states: States) -> tuple[slice, slice]:
+def slice_halves(states: States) -> tuple[slice, slice]:
+    """Return the channels of each of two halves."""
     channels = states[0].size(1)
     return slice(0, channels), slice(channels, 2 * channels)
 
@@ -242,7 +243,7 @@ class Recording:
             growth_of_both = self._run_addition(module.f, f"{name}.f") * self._run_addition(module.g, f"{name}.g")
             self._growths.append((module, name, growth_of_both))
         else:
-            halves = _slice_halves(self.states) if len(self.states) == 2 and is_channelwise(module) else (None,)
+            halves = slice_halves(self.states) if len(self.states) == 2 and is_channelwise(module) else (None,)
             if len(halves) == 1:
                 self.join()
             self._run_layer(layer, [LayerCall(module, name, self._forward, channels) for channels in halves])

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.errors import InputError
-from revzoo.runtime import seams
-from revzoo.runtime.compiling import exclude_from_compilation, is_exporting, is_traced
+from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.round import begin_round
+from revzoo.runtime.seams import traces_backward
 from revzoo.runtime.segment import KeptStates, SavedInputs
 from revzoo.runtime.traced_chain import run_node_traced
 from revzoo.runtime.transforms import must_store
@@ -34,7 +34,7 @@ def run_node(module: nn.Module, name: str, mode: Mode | str, *inputs: Tensor, lo
     begin_call(module, inputs)
     if not mode.drops or not torch.is_grad_enabled() or is_exporting():
         out = module(*inputs)
-    elif is_traced() and seams.prepare_compiler(False):
+    elif traces_backward(False):
         out = run_node_traced(module, mode, *inputs)
     else:
         out = _run_recorded(module, name, mode, *inputs, lookahead=lookahead)

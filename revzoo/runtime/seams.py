@@ -26,6 +26,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from revzoo.runtime.compiling import is_traced
+
 
 class Keeper(Protocol):
     """Keeps something of the first run of a call for its second."""
@@ -49,6 +51,11 @@ def prepare_compiler(is_exact: bool) -> bool:
         is_exact: whether a second run has to give the same bits as the first.
     """
     return bool(import_module("revzoo.graph.compiler").prepare_chain(is_exact))  # imports the compiler, which is there by now
+
+
+def traces_backward(is_exact: bool) -> bool:
+    """Return whether the compiler is tracing, with a backend for which its backward can rebuild what chains drop."""
+    return is_traced() and prepare_compiler(is_exact)
 
 
 vars(prepare_compiler)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, which imports the compiler

@@ -7,19 +7,23 @@ is the same operations. In exact arithmetic, where compiled code might round oth
 are compared bit by bit.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
+from revzoo.invertible import add, halve, join_halves, subtract
 from revzoo.runtime.chain_link import call_step
 from revzoo.runtime.coupling import Pair
 from revzoo.runtime.fingerprint import square_bits
+from revzoo.runtime.layer_call import call_layer
+from revzoo.runtime.layer_rules import Layer, expand, is_channelwise, is_coupled, starts_in_halves
+from revzoo.runtime.layerwise import slice_halves
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.transforms import warn_user
-from revzoo.runtime.update import BijectionUpdate, Step, StepUpdate, Update
+from revzoo.runtime.update import BijectionUpdate, States, Step, StepUpdate, Update, get_strides, restore_strides
 
 BEGIN = "begin"  # in place of a mode: where a chain begins
 
@@ -90,6 +94,65 @@ def run_node_traced(module: nn.Module, mode: Mode, *inputs: Tensor) -> Any:
     if isinstance(out, Tensor):
         return undo(out, out, out, out, None, [], mode.value)
     return tuple([undo(each, each, each, each, None, [], mode.value) for each in out])
+
+
+def run_layers_traced(layers: Sequence[Layer], x: Tensor) -> Tensor:
+    """Run layers while they are traced. A `Coupled` layer is two steps on the halves of its channels.
+
+    The halves stay apart until a layer needs them together.
+    """
+    layers = list(expand(layers))
+    states: States = (begin(x),)
+    if starts_in_halves(layers, x):
+        states = regroup_traced(states[0], halve, join_halves)
+    for layer in layers:
+        module = layer.module
+        if is_coupled(module) and layer.is_inverted:
+            previous, current = states if len(states) == 2 else regroup_traced(states[0], halve, join_halves)
+            for f in (module.f, module.g):
+                out = f(current)
+                y = add(previous, out)
+                previous, current = current, _undo(y, subtract(y.detach(), out.detach()), previous, current)
+            states = previous, current
+        elif layer.is_inverted and len(states) == 2 and is_channelwise(module):
+            halves = zip(states, slice_halves(states), strict=True)
+            states = tuple([_run_layer_traced(module, half, channels) for half, channels in halves])
+        else:
+            x = _join_traced(states)
+            if layer.is_inverted:
+                x = _run_layer_traced(module, x)
+            else:
+                x = run_node_traced(module, layer.mode, x) if layer.mode.drops else begin(module(x))
+            states = (x,)
+    return _join_traced(states)
+
+
+def _run_layer_traced(module: nn.Module, x: Tensor, channels: slice | None = None) -> Tensor:
+    y, *kept = call_layer(module, x, channels)
+    options = {} if channels is None or not kept else {"channels": channels}
+    with torch.no_grad():
+        back = cast(Any, module).inverse(y.detach(), *kept, **options)
+    return _undo(y, back, x, x, kept)
+
+
+def _join_traced(states: States) -> Tensor:
+    if len(states) == 1:
+        return states[0]
+    y = x = join_halves(*states)
+    for before, back in zip(states, halve(y.detach()), strict=True):
+        x = _undo(x, back, before, before)
+    return x
+
+
+def regroup_traced(x: Tensor, split: Callable[[Tensor], Pair], join: Callable[[Tensor, Tensor], Tensor]) -> Pair:
+    """Return the two states into which one is split, while that is traced; `join` undoes it."""
+    x1, x2 = split(x)
+    x2 = begin(x2)
+    return _undo(x1, join(x1.detach(), x2.detach()), x, x), x2
+
+
+def _undo(y: Tensor, back: Tensor, before: Tensor, current: Tensor, kept: Sequence[Tensor] = ()) -> Tensor:
+    return undo(y, restore_strides(back, get_strides(before)), before, current, None, list(kept), Mode.INVERT.value)
 
 
 def begin(x: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ def test_where_no_backward_is_traced_steps_run_uncompiled():
     assert peak == eager_peak
 
 
-FAMILIES = ["reformer_mini", "revnet_digits", "rev_bert_mini"]
+FAMILIES = ["reformer_mini", "revnet_digits", "rev_bert_mini", "layerwise_digits", "revnext_digits"]
 OTHERS = ["irevnet_digits", "rev_vit_digits", "rev_gpt_mini", "rev_mvit_digits", "rev_swin_digits", "rev_roberta_mini"]
 
 
