@@ -65,7 +65,7 @@ def test_loss_and_gradients_are_the_ordinary_ones(name):
         patch.setattr(type(head), "forward", lambda self, x: (self is head and calls.append(len(x)), run(self, x))[1])
         received = differentiate(model, batch)
     for a, b in zip(received, expected, strict=True):
-        assert (a - b).norm() <= 1e-5 * b.norm()  # Transformers computes the ordinary loss in float32
+        assert (a - b).norm() <= 1e-5 * b.norm() + 1e-12  # Transformers computes the ordinary loss in float32
     assert max(calls) == 5
     assert list(model.state_dict()) == keys
 
