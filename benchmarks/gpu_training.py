@@ -116,7 +116,7 @@ def _create(network: str, kept_bits: int | None, compiled: bool, device: str) ->
         overrides.append("block.f.attention_dropout=0")
     model = revzoo.create(network, overrides=overrides, device=device)
     if compiled:  # the stub of tests/cuda_stub runs no Triton
-        revzoo.compile_steps(model, backend="eager" if "CUDA_STUB" in os.environ else "inductor")
+        model.compile(backend="aot_eager" if "CUDA_STUB" in os.environ else "inductor")
     return model
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from revzoo.in_place.reversible import ordinary_ as ordinary_
     from revzoo.in_place.reversible import reversible_ as reversible_
     from revzoo.model.builder import build as build
-    from revzoo.model.compile_steps import compile_steps as compile_steps
     from revzoo.model.create import create as create
     from revzoo.model.model import Model as Model
     from revzoo.on_card import fits as fits
@@ -60,7 +59,6 @@ _HOMES = {
     "choose_tiles": "revzoo.analysis.tiles",
     "chunk_loss_": "revzoo.in_place.chunk_loss",
     "chunked_loss": "revzoo.runtime.chunked_loss",
-    "compile_steps": "revzoo.model.compile_steps",
     "convert": "revzoo.conversion.convert",
     "create": "revzoo.model.create",
     "export": "revzoo.conversion.export",

@@ -64,7 +64,7 @@ def plan(
         if compiled:
             raise InputError(
                 f"compiled=True is for modules that are no model of the zoo, chain or reversible network. Received: "
-                f"{type(model).__name__}. Plan without it, then compile its steps: revzoo.compile_steps(model)."
+                f"{type(model).__name__}. Plan without it, then torch.compile(model)."
             )
         with accumulated_gradients(model) if accumulate else nullcontext():
             return profile_and_plan(

@@ -15,7 +15,6 @@ from comparison.net import Net, Pair
 from comparison.torch_only import Checkpointed, Compiled, Loop, Partitioned
 from revzoo.analysis.step_memory import measure_memory
 from revzoo.errors import InputError
-from revzoo.model.compile_steps import compile_steps
 from revzoo.planning.planner import solve
 from revzoo.planning.profiling.profile import profile
 from revzoo.runtime import ReversibleChain
@@ -90,7 +89,8 @@ def make_chain(
 def make_compiled_chain(steps: list[nn.Module], net: Net) -> nn.Module:
     """Return revzoo's chain with every step compiled."""
     chain = ReversibleChain(steps)
-    compile_steps(chain)
+    for step in steps:
+        step.compile()
     return chain
 
 

@@ -41,7 +41,15 @@ from revzoo.device import can_read_now
 from revzoo.dtype import HALF
 from revzoo.errors import InputError
 from revzoo.runtime.chain_link import run_link
-from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
+from revzoo.runtime.compiling import (
+    around,
+    call_as_around,
+    call_uncompiled,
+    exclude_from_compilation,
+    is_exporting,
+    is_traced,
+    warn_of_uncompiled,
+)
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid, attach_graph
 from revzoo.runtime.forward import Forward
@@ -53,7 +61,7 @@ from revzoo.runtime.observation import begin_call
 from revzoo.runtime.ownership import ModuleReference
 from revzoo.runtime.round import Round, begin_round
 from revzoo.runtime.schedule import check_schedule
-from revzoo.runtime.seams import traces_backward
+from revzoo.runtime.seams import prepare_compiler
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.tiles import Tile, cut_side, find_tiles
 from revzoo.runtime.traced_chain import advance, begin
@@ -246,6 +254,8 @@ class BlockStep(nn.Module):
         place: of the state among what the block returns; None if its shape tells it in every call.
     """
 
+    compiles_inside = True
+
     def __init__(self, block: nn.Module, chain: BlockChain, index: int, place: int | None = None):
         self._block = ModuleReference(block)
         super().__init__()
@@ -300,14 +310,26 @@ class BlockStep(nn.Module):
         return not self.block.training and self.chain.coupling.in_evaluation.b == 0
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the block returns, with the next state of the chain in place of its own."""
-        return self.call_block(*args, **kwargs) if self.is_ordinary else self.run(args, kwargs, BlockOutput(), {})
+        """Stand in place of the block's `forward`."""
+        if self.is_ordinary:
+            return self.call_block(*args, **kwargs)
+        if is_traced() and not self._can_be_traced():
+            return call_uncompiled(self.advance, args, kwargs)
+        return self.advance(args, kwargs)
+
+    def advance(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the block returns for these arguments, with a later state of the chain in place of its own."""
+        return self.run(args, kwargs, BlockOutput(), {})
 
     def call_block(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block's own `forward`."""
+        call = call_as_around
+        if around.get() is not None and not self._is_whole:  # what is cut or silenced is so for a while
+            call = call_uncompiled
+            warn_of_uncompiled()
         if self._own_forward is None:
-            return type(self.block).forward(self.block, *args, **kwargs)
-        return self._own_forward(*args, **kwargs)
+            return call(type(self.block).forward, self.block, *args, **kwargs)
+        return call(self._own_forward, *args, **kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: BlockOutput, extras: dict[str, Any]) -> Any:
         """Call the block with these arguments; see `Arguments` for the others."""
@@ -318,7 +340,7 @@ class BlockStep(nn.Module):
                 f"{self.name} is a step of a reversible chain, whose older state torch.export cannot follow. Export the "
                 "ordinary network: revzoo.ordinary_(model)."
             )
-        if self._is_traced():
+        if is_traced():
             return self._run_traced(x, arguments)
         if torch.is_grad_enabled():
             return self._run_recorded(x, arguments)
@@ -364,10 +386,14 @@ class BlockStep(nn.Module):
         with leave_checkpoint():
             return self._run(x, arguments, mode)
 
-    def _is_traced(self) -> bool:
-        """Return whether the whole block is a part of a graph that is traced."""
-        is_whole = type(self) is BlockStep and find_tiles(self) is None and self.block._compiled_call_impl is None
-        return is_whole and not self.chain.keep and traces_backward(True)
+    @property
+    def _is_whole(self) -> bool:
+        """Whether nothing is done to the block's own code."""
+        return type(self) is BlockStep and find_tiles(self) is None and not self.chain.keep
+
+    def _can_be_traced(self) -> bool:
+        """Return whether the whole block can be a part of a graph that is traced."""
+        return self._is_whole and self.block._compiled_call_impl is None and prepare_compiler(True)
 
     def _run_traced(self, x: Tensor, arguments: Arguments) -> Any:
         chain, returned = self.chain, arguments.returned

@@ -78,12 +78,9 @@ class BranchStep(BlockStep):
         super().remove()
         remove_switches(self.block)
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the block returns, with the state after next in place of its own."""
+    def advance(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.following is None:
             raise AssertionError("Only the step of the first branch stands in place of a block.")
-        if self.is_ordinary:
-            return self.call_block(*args, **kwargs)
         _, key = find_state(self.block, self.name, args, kwargs)
         first = BlockOutput()
         state = get_state(self.run(args, kwargs, first, {}))

@@ -30,7 +30,7 @@ from revzoo.errors import InputError, ScheduleError
 from revzoo.registry import couplings
 from revzoo.runtime import seams
 from revzoo.runtime.chain_link import call_step, run_link, watch_range
-from revzoo.runtime.compiling import exclude_from_compilation, find_function_compiler, is_exporting, is_traced
+from revzoo.runtime.compiling import exclude_from_compilation, is_exporting, is_traced
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.inventory import Pattern, check_patterns
@@ -268,9 +268,8 @@ def _start(
         return None, (x1, _dense(x2) if couplings else x2)
     refuse_exact_derivatives()
     fraction_bits = [coupling.fraction_bits for coupling in couplings if coupling.fraction_bits is not None]
-    compile_function = next((find_function_compiler(link.f) for link in links if isinstance(link, Step)), None)
     bits = min(fraction_bits) if fraction_bits else None
-    grid = seams.make_grid(x1.dtype, bits, will_invert, compile_function, _WITH_BITS if keeps_bits else _WITHOUT_BITS)
+    grid = seams.make_grid(x1.dtype, bits, will_invert, _WITH_BITS if keeps_bits else _WITHOUT_BITS)
     pair = grid.round(x1), grid.round(x2)
     for state in pair:
         grid.watch(state, "as an input of the chain")

@@ -13,6 +13,7 @@ from revzoo.bijection import Bijection
 from revzoo.device import is_sharded
 from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime import seams
+from revzoo.runtime.compiling import call_as_around
 from revzoo.runtime.coupling import Pair
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.inventory import take_inventory
@@ -116,7 +117,7 @@ def call_once(
         if call is not None and recoverer is not None:
             out = call.first_run(recoverer, pair[1])
         else:
-            out = step.f(pair[1]) if side is None else step.f(pair[1], side)
+            out = call_as_around(step.f, pair[1]) if side is None else call_as_around(step.f, pair[1], side)
     except RuntimeError as error:
         if "DTensor" in str(error) and isinstance(step.f, nn.Module) and is_sharded(*step.f.parameters()):
             raise RecoveryError(

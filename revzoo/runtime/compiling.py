@@ -3,37 +3,76 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from contextvars import ContextVar
+from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch._C._dynamo import eval_frame  # the part in C, which is there before the compiler is imported
 
+from revzoo.runtime.transforms import warn_user
+
 P = ParamSpec("P")
 R = TypeVar("R")
-FunctionCompiler = Callable[[Callable[P, R]], Callable[P, R]]
 
 _COMPILER = "torch._dynamo"
+_SKIP, _DEFAULT = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
 _num_captures = 0  # of graphs for plans, at present
+
+
+around: ContextVar[Any] = ContextVar("around", default=None)  # what compiles the code around a call that runs uncompiled
 
 
 def exclude_from_compilation(function: Callable[P, R]) -> Callable[P, R]:
     """Run a function uncompiled also inside a model that is compiled as a whole.
 
-    Needed by what records a call: its second run happens in backward, outside the compiled region, with the uncompiled f, and
-    a compiled first run would have saved other tensors. A step compiled by itself (`step.compile()`) runs compiled both times.
+    Needed by what records a call: its second run happens in backward, outside the compiled region. What it calls by
+    `call_as_around` is compiled, in both runs.
     """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None:  # traced now, or about to be
-            from revzoo.runtime.uncompiled import call_uncompiled
-
             return call_uncompiled(function, *args, **kwargs)
         return function(*args, **kwargs)
 
     return call
+
+
+def call_uncompiled(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Return function(*args, **kwargs), out of reach of the compiler."""
+    compiler = eval_frame.set_eval_frame(None)
+    token = around.set(compiler)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        around.reset(token)
+        eval_frame.set_eval_frame(compiler)
+
+
+@cache
+def warn_of_uncompiled() -> None:
+    """Say once that a step runs uncompiled although the code around it is compiled."""
+    warn_user(
+        "Steps of a reversible chain run uncompiled inside of torch.compile: those of reversible_ that are cut or split, and "
+        "those that keep results of their parts (keep=, choices of routers, mode 'selective' of what is not traced whole)."
+    )
+
+
+def call_as_around(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Return function(*args, **kwargs), compiled by what compiles the code around an uncompiled call, if anything does."""
+    if torch.compiler.is_compiling() or (compiler := around.get()) is None or getattr(function, "compiles_inside", False):
+        return function(*args, **kwargs)
+    before = eval_frame.set_eval_frame(compiler)
+    try:
+        return _enter(function, *args, **kwargs)
+    finally:
+        eval_frame.set_eval_frame(before)
+
+
+def _enter(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    return function(*args, **kwargs)  # of the same code for all, so that what is alike shares a graph
 
 
 def leave_uncompiled(function: Callable[P, R]) -> Callable[P, R]:
@@ -42,9 +81,14 @@ def leave_uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     As `torch.compiler.disable`, but for functions that are never compiled into a caller, such as handlers of a dispatch mode:
     nothing is wrapped around them, which would take ten microseconds for each operation.
     """
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(_SKIP, _SKIP))
     return function
+
+
+# As torch.compiler.disable, which imports the compiler.
+eval_frame.set_code_exec_strategy(call_uncompiled.__code__, eval_frame._FrameExecStrategy(_SKIP, _DEFAULT))
+_WHY = "it decides what autograd keeps; each step in it is compiled by itself"
+vars(call_uncompiled).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_WHY)
 
 
 def is_exporting() -> bool:
@@ -82,15 +126,3 @@ def are_compiled(modules: Iterable[nn.Module]) -> bool:
     if compiler is None:
         return False
     return any(m._compiled_call_impl is not None or isinstance(m, compiler.OptimizedModule) for m in modules)
-
-
-def find_selective_call(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the call of a compiled step for mode `selective` (`model/compiled_step.py`); None if it has none."""
-    return getattr(getattr(function, "_compiled_call_impl", None), "call_selectively", None)
-
-
-def find_function_compiler(function: Callable[..., Any]) -> FunctionCompiler[..., Any] | None:
-    """Return what compiles the arithmetic between steps like the step itself; None for a step that is not compiled."""
-    compiled = getattr(function, "_compiled_call_impl", None)
-    compiler: FunctionCompiler[..., Any] | None = getattr(compiled, "compile_function", None)
-    return None if torch.compiler.is_compiling() else compiler

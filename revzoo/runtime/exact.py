@@ -16,7 +16,7 @@ latter a buffer of lost bits; momentumnet (Sander et al. 2021) has one for any r
 a shift is enough.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import frexp
 from typing import Any, TypeVar, cast
@@ -28,7 +28,6 @@ from revzoo.device import can_read_now, check_after_backward, has_value, is_capt
 from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime import seams
 from revzoo.runtime.bits import PackedBits, choose_dtype, pack, unpack
-from revzoo.runtime.compiling import FunctionCompiler
 from revzoo.runtime.coupling import Coupling, give_sign
 from revzoo.runtime.nested import wraps_tensors
 
@@ -169,7 +168,6 @@ class Grid:
         dtype: dtype of the streams: torch.float32 (multiples of 2^-16 below 2^8) or torch.float64 (2^-32, 2^21).
         fraction_bits: binary digits after the point, instead of 16 or 32. Fewer allow larger states.
         will_invert: whether backward rebuilds states of this call.
-        compile_function: compiles a function, once; None for steps that are not compiled.
         remedy: what to do if a state leaves the grid, in words that follow "Lower the learning rate, or".
 
     Raises:
@@ -181,7 +179,6 @@ class Grid:
         dtype: torch.dtype,
         fraction_bits: int | None = None,
         will_invert: bool = False,
-        compile_function: FunctionCompiler[..., Any] | None = None,
         remedy: str = "normalise f's output",
     ):
         if dtype not in GRIDS:
@@ -193,7 +190,6 @@ class Grid:
         fraction = fraction if fraction_bits is None else fraction_bits
         self.scale, self.limit = 2.0**fraction, 2.0 ** (digits - fraction)
         self._will_invert = will_invert
-        self._compile = compile_function
         self._remedy = remedy
         # On an accelerator, of states that have not been checked: where each is, and its least and most value.
         self._noted: list[tuple[str, Tensor, Tensor]] = []
@@ -217,10 +213,10 @@ class Grid:
             out: f(w[k]).
             keeps_bits: whether to return the bits of w[k-1] that the coupling loses, packed, if there are any.
         """
-        terms = previous, current, out
-        advance = self._compile_if_exact(_advance, coupling, *terms)
-        following, bits = advance(*(x.detach() for x in terms), coupling, self.scale, self.limit, keeps_bits)
-        return attach_graph(following, coupling.unsigned, *terms, sign=coupling.sign), bits
+        following, bits = _advance(
+            previous.detach(), current.detach(), out.detach(), coupling, self.scale, self.limit, keeps_bits
+        )
+        return attach_graph(following, coupling.unsigned, previous, current, out, sign=coupling.sign), bits
 
     def invert(
         self,
@@ -233,10 +229,7 @@ class Grid:
     ) -> Tensor:
         """Return w[k-1] from w[k+1], out = f(w[k]) and the bits that `advance` returned, in `into` or a new tensor."""
         poison = self._begin_check()
-        invert = self._compile_if_exact(_invert, coupling, following, current, out)
-        if invert is not _invert and kept is not None:
-            kept = unpack(kept)  # in compiled code, gathering each number by itself takes 10 times as long
-        rebuilt = invert(following, current, out, kept, into, coupling, self.scale)
+        rebuilt = _invert(following, current, out, kept, into, coupling, self.scale)
         return rebuilt if poison is None else rebuilt.add_(poison)
 
     def _begin_check(self) -> Tensor | None:
@@ -262,17 +255,6 @@ class Grid:
         self._check_range([place for place, *_ in noted], ranges)
         checked = set(map(id, noted))  # a forward may have gone on after the backward had begun, and noted more
         self._noted = [each for each in self._noted if id(each) not in checked]
-
-    def _compile_if_exact(self, function: Callable[..., T], coupling: Coupling, *terms: Tensor) -> Callable[..., T]:
-        """Return the compiled function if it gives the same bits, else the function.
-
-        A compiler for an accelerator fuses products and sums, which rounds differently unless the products are exact.
-        """
-        if self._compile is None or not all(type(x) is Tensor for x in terms):
-            return function
-        _, a, c = coupling.unsigned
-        is_exact = a == 0 or (_is_power_of_two(a) and _is_power_of_two(c))
-        return self._compile(function) if is_exact or all(x.is_cpu for x in terms) else function
 
     def watch(self, state: Tensor, where: str) -> None:
         """Raise RecoveryError if a state has left the grid, or is NaN; on an accelerator in backward, which rebuilds it.

@@ -14,7 +14,7 @@ Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reen
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 from weakref import ref
 
 import torch
@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from revzoo.errors import RecoveryError
 from revzoo.runtime import seams
 from revzoo.runtime.call_watch import CallWatch
-from revzoo.runtime.compiling import find_selective_call, is_compiled, leave_uncompiled
+from revzoo.runtime.compiling import around, call_as_around, call_uncompiled, is_compiled, leave_uncompiled, warn_of_uncompiled
 from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.forward import Forward, second_run
 from revzoo.runtime.inventory import Inventory
@@ -47,9 +47,8 @@ class RecordedCall:
         f: the step or node.
         name: its name, for messages.
         forward: what it shares with the other calls of the forward.
-        selective: keep the outputs of compute-intensive operations from the first run to the second. The operations of a
-            compiled f cannot be observed: one that was compiled for this mode too runs its own graph instead of being recorded,
-            any other keeps nothing.
+        selective: keep the outputs of compute-intensive operations from the first run to the second, unless f is compiled: its
+            operations cannot be observed.
         watched: whether the tensors saved last are read whole to be compared. Not needed where the next state is compared.
             None: what is saved is not compared at all.
         inventory: what f holds now, if that has just been found.
@@ -72,7 +71,6 @@ class RecordedCall:
         self._inventory = inventory
         self._reads_whole = watched
         self.kept_products = seams.keep_products() if selective and not is_compiled(f) else None
-        self._call_selectively = find_selective_call(f) if selective else None
         self._keepers: list[Keeper] = [] if self.kept_products is None else [self.kept_products]
         self._kept_slots: dict[int, tuple[Tensor, int]] = {}  # what regions keep of what autograd saves
         self._watch: CallWatch | None = None
@@ -81,6 +79,7 @@ class RecordedCall:
         # By slot: which input was saved, or that the output was, or what is kept with its version. None: f has to run again.
         self._sources: list[int | tuple[Tensor, int]] | None = []
         self._given: Sequence[Tensor] = ()  # the inputs, during the first run
+        self._keeps = False  # whether something is kept in it
         self._requires_grad: list[bool] = []
         self._is_fake = False  # whether it runs without values
         self.place: int | None = None  # among the items of its segment
@@ -94,8 +93,6 @@ class RecordedCall:
             recoverer: gets the inputs back.
             inputs: arguments of f.
         """
-        if self._call_selectively is not None and (out := self._run_compiled(*inputs)) is not NotImplemented:
-            return out
         forward = self.forward
         self.conditions = conditions = Conditions(self.f, self.name, forward, self._inventory)
         if not conditions.inventory.learned.may_keep_products:
@@ -114,7 +111,7 @@ class RecordedCall:
                 regions = seams.keep_regions(self.f, self.name, forward, conditions)
             if regions is not None:
                 self._keepers.append(regions)
-            self._given = inputs
+            self._given, self._keeps = inputs, bool(self._keepers)
             if self.kept_products is not None:
                 self.kept_products.begin(conditions.fixed, conditions.is_observed)
             with saved_tensors_hooks(self._pack, handle.unpack), ExitStack() as stack:
@@ -145,6 +142,8 @@ class RecordedCall:
             self._watch.end_first_run()
         if self._keepers:
             self._end_keeping(regions)
+            if self._keepers and around.get() is not None:
+                warn_of_uncompiled()
         return out
 
     @leave_uncompiled  # a compiled step calls it
@@ -196,17 +195,6 @@ class RecordedCall:
             self._keepers = keepers
             for keeper in keepers:
                 keeper.is_paused = False
-
-    def _run_compiled(self, *inputs: Tensor) -> Any:
-        """Run the graph of mode `selective`. It computes again in backward, so it has the conditions of any other run."""
-        call = cast(Callable[..., Any], self._call_selectively)
-        conditions = Conditions(self.f, self.name, self.forward)
-        try:
-            out = call(*inputs) if self._side is None else call(*inputs, self._side)
-        finally:
-            conditions.end_first_run()
-        conditions.require_repeatable()
-        return out
 
     def _note_source(self, tensor: Tensor, inputs: Sequence[Tensor]) -> None:
         """Note where a tensor that autograd saves comes from, if it need not be computed."""
@@ -373,7 +361,8 @@ class RecordedCall:
         return True
 
     def _call(self, *inputs: Tensor) -> Any:
-        return self.f(*inputs) if self._side is None else self.f(*inputs, self._side)
+        call = call_uncompiled if self._keeps else call_as_around  # only operations that are run one by one can be kept
+        return call(self.f, *inputs) if self._side is None else call(self.f, *inputs, self._side)
 
 
 def _cut(x: Tensor, requires_grad: bool) -> Tensor:

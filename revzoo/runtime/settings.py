@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import _C, backends
 
+from revzoo.runtime.compiling import around
+
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and what sets it
 
 
@@ -39,6 +41,7 @@ _EVERYWHERE: list[_Setting] = [
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (_C._get_flash_sdp_enabled, backends.cuda.enable_flash_sdp),
     (_C._get_math_sdp_enabled, backends.cuda.enable_math_sdp),
+    (around.get, around.set),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
 ]
 # By the type of the device: another one is another row. Without one, those above are all.

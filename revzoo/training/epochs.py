@@ -18,7 +18,6 @@ from revzoo.display.figures.curves import plot_curves
 from revzoo.file import write_atomically
 from revzoo.format import count_noun
 from revzoo.metric import CHOSEN
-from revzoo.model.compile_steps import compile_steps
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights, explain_lost_states
 from revzoo.training.evaluation import describe_unreadable, evaluate, gather_unreadable
 from revzoo.training.in_backward import update_in_backward
@@ -66,8 +65,11 @@ def train_epochs(run: Run) -> Summary:
     """
     progress = run.progress
     if run.recipe.train.compile:  # after planning and measuring: what compiled code keeps cannot be counted
-        compile_steps(run.model)
-        run.display.console.print(f"The {len(run.model.steps)} steps are compiled, each kind of step when it first runs.")
+        for module in (
+            run.model.steps if isinstance(run.wrapped, FSDPModule) else [run.model]
+        ):  # weights are gathered in between
+            module.compile()
+        run.display.console.print("The network is compiled, in its first updates.")
     in_backward = run.recipe.train.optimizer_in_backward  # from here on: what runs before must not change the weights
     updates = update_in_backward(run.optimizer.optimizer) if in_backward else nullcontext()
     tracked = open_trackers(run.accelerator, run.recipe, run.folder.path)

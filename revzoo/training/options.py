@@ -185,7 +185,7 @@ class TrainOptions:
         mixed_precision: autocast dtype of the steps; "no" is float32.
         seed: of initialisation, order, augmentation and dropout.
         freeze: modules of the model that are not trained, such as stem or stages.0.
-        compile: compile the reversible steps with `torch.compile`.
+        compile: compile the network with `torch.compile`.
         save_every: updates between two saved states within an epoch; None: a state is saved after every epoch only.
         track: tools that get settings, metrics and pictures: tensorboard, mlflow, wandb, comet_ml, aim.
         log_every: seconds between two lines within an epoch where there is no terminal, and between two points for trackers.

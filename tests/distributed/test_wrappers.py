@@ -129,7 +129,8 @@ def expected(case: Case) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], li
 
 def wrapped(model: revzoo.Model, wrapper: str) -> nn.Module:
     if "compiled" in wrapper:
-        revzoo.compile_steps(model, backend="aot_eager")
+        for step in model.steps:
+            step.compile(backend="aot_eager")
     if wrapper in DDP:
         if wrapper == "DDP unused":
             model.spare = nn.Linear(2, 2, dtype=torch.float64)

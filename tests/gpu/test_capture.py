@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import revzoo
-from revzoo.errors import InputError, RecoveryError
+from revzoo.errors import RecoveryError
 from tests.cuda_stub import stub
 from tests.gpu.models import CASES, DEVICE, make_chain
 
@@ -92,13 +92,6 @@ def test_states_that_leave_the_grid_make_the_gradients_of_a_replay_nan():
     inputs[0].fill_(1e4)
     graph.replay()
     assert any(p.isnan().any() for p in model.parameters())
-
-
-@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}])
-def test_a_graph_for_each_step_is_refused(options):
-    chain, _ = make_chain()
-    with pytest.raises(InputError, match="capture the whole training step"):
-        revzoo.compile_steps(chain, **options)
 
 
 @pytest.mark.skipif(not hasattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph"), reason="PyTorch 2.14 tells the graph")

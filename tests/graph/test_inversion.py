@@ -16,7 +16,7 @@ import revzoo
 from revzoo.graph import compiler
 from revzoo.graph.inversion import invert
 from revzoo.graph.joint_graph import JointGraph
-from revzoo.runtime import PixelUnshuffle, ReversibleChain
+from revzoo.runtime import PixelUnshuffle, ReversibleChain, compiling
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 
@@ -295,3 +295,43 @@ def test_a_backend_that_traces_no_backward_is_named():
     with pytest.warns(UserWarning, match="stores everything"):
         left = train(chain, torch.compile(chain, backend=run_as_it_is), *STREAMS)[0]
     assert worst_error(left, train(chain, chain, *STREAMS)[0]) < 1e-12
+
+
+@pytest.mark.parametrize("kept_bits", [8, 1])
+def test_blocks_compiled_one_by_one_share_a_graph(kept_bits):
+    torch.manual_seed(4)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 10, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    revzoo.reversible_(model, kept_bits=kept_bits, sign="random" if kept_bits == 1 else "fixed")
+    tokens, counter = torch.randint(0, 64, (2, 16)), CompileCounterWithBackend("aot_eager")
+
+    def differentiate() -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(5)
+        model(input_ids=tokens, use_cache=False).logits.square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = differentiate()
+    for block in model.model.layers:
+        block.compile(backend=counter)
+    for _ in range(2):
+        assert worst_error(differentiate(), expected) < 1e-4
+        assert counter.frame_count == 1
+    assert counter.op_count > 40
+
+
+def test_tiles_of_a_chain_are_compiled_and_what_keeps_results_is_named():
+    chain, counter = ReversibleChain([Block().layers for _ in range(4)]).double(), CompileCounterWithBackend("aot_eager")
+
+    def differentiate(call: Callable[..., Any]) -> list[Tensor]:
+        y1, y2 = call(*STREAMS)
+        return list(torch.autograd.grad((y1 * y2).sum(), list(chain.parameters())))
+
+    chain.tiles = 2
+    for _ in range(4):  # in the first steps it is looked at
+        assert worst_error(differentiate(torch.compile(chain, backend=counter)), differentiate(chain)) < 1e-12
+    assert counter.op_count > 4
+    chain.tiles, chain.keep = 1, ("*.1",)
+    compiling.warn_of_uncompiled.cache_clear()
+    with pytest.warns(UserWarning, match="run uncompiled inside of torch.compile"):
+        assert worst_error(differentiate(torch.compile(chain, backend=counter)), differentiate(chain)) < 1e-12

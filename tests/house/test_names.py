@@ -23,7 +23,6 @@ PINNED = {
     "chunk_loss_": "(model, head=None, *, batch=None, loss=None, chunk=None)",
     "chunked_loss": "(head, hidden, labels, *, loss=None, reduction='mean', ignore_index=-100, label_smoothing=0.0, "
     "z_loss=0.0, chunk=None)",
-    "compile_steps": "(model, **options)",
     "convert": "(source, weights=None, *, coupling='momentum', kept_bits=8, sign='fixed', m=None, beta=None, out=None, "
     "strict=True, num_outputs=None, batch=None)",
     "create": "(source, *, pretrained=False, checkpoint=None, num_outputs=None, overrides=None, schedule='invert', "

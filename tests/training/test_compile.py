@@ -1,26 +1,23 @@
-"""`train.compile`: the steps are compiled, which is said, and a run can be resumed."""
-
-from functools import partial
+"""`train.compile`: the network is compiled, which is said, and a run can be resumed."""
 
 import pytest
 import torch
+from torch import nn
 
 import revzoo
-from revzoo.training import epochs
 from revzoo.training.loop import resume, train
 from tests.runtime.test_compile import WARNINGS, needs_compiler
 from tests.training.runs import interrupted, make_recipe
 
 pytestmark = WARNINGS
-SAID = "The 2 steps are compiled, each kind of step when it first runs."
+SAID = "The network is compiled, in its first updates."
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
 def test_a_compiled_run_resumes(backend, tmp_path, monkeypatch, capsys):
     torch.compiler.reset()
-    compiled = []
-    monkeypatch.setattr(epochs, "compile_steps", lambda model: compiled.append(model) or compile_steps(model))
-    compile_steps = partial(revzoo.compile_steps, backend=backend)
+    compiled, compile_ = [], nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: (compiled.append(self), compile_(self, backend=backend)))
     options = make_recipe("train.compile=true", "train.epochs=1", "model.schedule=[store,selective,invert,store,store]")
     assert make_recipe().train.compile is False
     with interrupted(1):
@@ -30,5 +27,5 @@ def test_a_compiled_run_resumes(backend, tmp_path, monkeypatch, capsys):
     assert SAID in capsys.readouterr().out
     first, second = compiled
     assert first is not second
-    assert all(step._compiled_call_impl is not None for step in second.steps)
+    assert isinstance(second, revzoo.Model)
     torch.compiler.reset()
