@@ -393,7 +393,7 @@ class BlockStep(nn.Module):
 
     def _can_be_traced(self) -> bool:
         """Return whether the whole block can be a part of a graph that is traced."""
-        return self._is_whole and self.block._compiled_call_impl is None and prepare_compiler(True)
+        return self._is_whole and self.block._compiled_call_impl is None and prepare_compiler() > 1
 
     def _run_traced(self, x: Tensor, arguments: Arguments) -> Any:
         chain, returned = self.chain, arguments.returned

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import SymInt, nn
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as autograd_config
@@ -116,14 +117,19 @@ def _look_at_backend(*_: Any) -> None:
         set_up()
 
 
-def prepare_chain(is_exact: bool) -> bool:
-    """Set up for a reversible chain that is being traced. Return whether its backward can be made a part of the graph.
+def prepare_chain() -> int:
+    """Set up for a reversible chain that is being traced, whose numbers are constants of the graph.
 
-    In exact arithmetic a second run has to round as the first, which a backend that fuses operations does not promise.
+    Returns: 0 where the backend traces no backward of which its own could be a part; 1 where a second run may round otherwise
+        than the first, since a backend that fuses operations does not promise that; 2 where exact arithmetic keeps its bits.
     """
     set_up()
+    output = InstructionTranslator.current_tx().output
+    for name in ("specialize_float", "specialize_int"):
+        output.add_cleanup_hook(partial(setattr, dynamo_config, name, getattr(dynamo_config, name)))
+        setattr(dynamo_config, name, True)
     name = _get_backend_name()
-    return name.startswith(("aot_eager", "inductor")) if is_exact else not _traces_no_backward(name)
+    return 0 if _traces_no_backward(name) else 2 if name.startswith(("aot_eager", "inductor")) else 1
 
 
 def _get_backend_name() -> str:

@@ -21,10 +21,9 @@ from revzoo.runtime.traced_chain import BEGIN, undo
 
 _UNDO = undo._opoverload
 _CHOOSING = ("topk", "sort", "argmax", "argmin")  # results of which a rounding error may be others
-_DIFFERS = (
-    "A reversible chain was rebuilt from others than its own states: what the compiler made of a step's second run rounds "
-    "otherwise than the first, and exact arithmetic (exact=True, kept_bits) needs the same bits. Compile with "
-    "backend='aot_eager', or leave the model uncompiled."
+_DIFFERS = (  # fewer than 255 characters, for CUDA
+    "A reversible chain in exact arithmetic (exact=True, kept_bits) was rebuilt from others than its own states: a second "
+    "run of a step, as compiled, rounds otherwise than the first. Compile with backend='aot_eager', or not at all."
 )
 
 

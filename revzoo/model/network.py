@@ -220,7 +220,7 @@ class Network(Scheduled, nn.Module):
         out = run_layers_before(layers, [x], lookahead=lookahead)
         if isinstance(out, Tensor):
             split = cast(Any, self.split)
-            is_undone = torch.is_grad_enabled() and traces_backward(False)
+            is_undone = torch.is_grad_enabled() and traces_backward()
             return regroup_traced(out, split, split.inverse) if is_undone else split(out), None
         return out.split(self.split), out.segment
 

@@ -186,7 +186,7 @@ def run_chain(
     steps = [link for link in links if isinstance(link, Step)]
     drops = torch.is_grad_enabled() and any(step.mode.drops for step in steps)
     is_traced_whole = drops and is_traced() and segment is None and not keep and all(step.tiles is None for step in steps)
-    if is_traced_whole and seams.prepare_compiler(exact or any(step.coupling.is_exact for step in steps)):
+    if is_traced_whole and seams.prepare_compiler() > (exact or any(step.coupling.is_exact for step in steps)):
         grid, pair = _start(links, x1, x2, exact)
         return run_traced(links, pair, side, grid)
     if segment is not None or ((drops or any(step.tiles is not None for step in steps)) and not is_exporting()):

@@ -114,7 +114,7 @@ def run_layers_before(
         x = x.float()  # as in `run_chain`: in half precision inversion loses too much
     drops = any(layer.mode.drops for layer in layers)
     if drops and torch.is_grad_enabled() and not is_exporting():
-        if traces_backward(False):
+        if traces_backward():
             return run_layers_traced(layers, x)
         inputs.append(x)
         del x

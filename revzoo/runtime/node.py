@@ -34,7 +34,7 @@ def run_node(module: nn.Module, name: str, mode: Mode | str, *inputs: Tensor, lo
     begin_call(module, inputs)
     if not mode.drops or not torch.is_grad_enabled() or is_exporting():
         out = module(*inputs)
-    elif traces_backward(False):
+    elif traces_backward():
         out = run_node_traced(module, mode, *inputs)
     else:
         out = _run_recorded(module, name, mode, *inputs, lookahead=lookahead)

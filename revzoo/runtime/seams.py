@@ -44,18 +44,18 @@ class Keeper(Protocol):
         """Return a context for a second run."""
 
 
-def prepare_compiler(is_exact: bool) -> bool:
-    """Have the compiler rebuild what chains drop that are traced now; return whether it can. Run while it traces.
+def prepare_compiler() -> int:
+    """Have the compiler rebuild what chains drop that are traced now. Run while it traces, before their numbers are read.
 
-    Args:
-        is_exact: whether a second run has to give the same bits as the first.
+    Returns: 0 if it cannot, 1 if it can in floating point, 2 if it can in exact arithmetic, too.
     """
-    return bool(import_module("revzoo.graph.compiler").prepare_chain(is_exact))  # imports the compiler, which is there by now
+    prepared: int = import_module("revzoo.graph.compiler").prepare_chain()  # imports the compiler, which is there by now
+    return prepared
 
 
-def traces_backward(is_exact: bool) -> bool:
-    """Return whether the compiler is tracing, with a backend for which its backward can rebuild what chains drop."""
-    return is_traced() and prepare_compiler(is_exact)
+def traces_backward() -> bool:
+    """Return whether the compiler is tracing, with a backend whose backward can rebuild what is dropped in floating point."""
+    return is_traced() and prepare_compiler() > 0
 
 
 vars(prepare_compiler)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, which imports the compiler

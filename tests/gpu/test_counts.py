@@ -131,6 +131,21 @@ def test_a_training_step_copies_once_to_the_host_and_waits_for_nothing(kind, aut
 
 
 @pytest.mark.counts
+@pytest.mark.usefixtures("lagging")
+@pytest.mark.parametrize(
+    "kind", ["store", "selective", "recompute", "invert", "invert exact", "invert kept", "invert kept signs"]
+)
+def test_a_compiled_step_waits_for_nothing_and_copies_nothing_to_the_host(kind):
+    streams = torch.randn(2, *SHAPE, device="cuda").requires_grad_().unbind()
+    compiled = torch.compile(make(kind, 2), backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        counts = stub.Counts()
+        run(compiled, streams, False)
+        counts.stop()
+    assert counts["copy_to_host"] == counts["copy_to_device"] == counts.waits == 0
+
+
+@pytest.mark.counts
 def test_a_loss_in_chunks_waits_once():
     """For the number of labels that count."""
     head, hidden = nn.Linear(WIDTH, 99, device="cuda"), torch.randn(4, 50, WIDTH, device="cuda", requires_grad=True)

@@ -1,6 +1,7 @@
 """Reversible chains under torch.compile: one graph each way, gradients of the same backend stored, memory of one step."""
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -133,12 +134,16 @@ def test_the_peak_is_that_of_the_eager_runtime_at_any_depth(exact):
     assert peaks[1] <= run(chain, "invert", compiles=False)[1] - weights + STREAM_BYTES
 
 
-def test_backward_calls_no_step():
+def test_backward_calls_no_step_and_no_python_of_ours():
     chain, counter = make_chain(), CompileCounterWithBackend("aot_eager")
     y1, y2 = compile_chain(chain, counter)(*torch.randn(2, 8, WIDTH, dtype=torch.float64, requires_grad=True).unbind())
-    calls = [step.calls for step in chain.steps]
-    (y1 + y2).sum().backward()
-    assert [step.calls for step in chain.steps] == calls == [1] * 5
+    loss, files = (y1 + y2).sum(), set[str]()
+    sys.setprofile(lambda frame, event, argument: files.add(frame.f_code.co_filename))
+    loss.backward()
+    sys.setprofile(None)
+    assert [step.calls for step in chain.steps] == [1] * 5
+    assert files
+    assert not any(file.startswith(revzoo.__path__[0]) for file in files)
     assert counter.frame_count == 1
 
 
@@ -335,3 +340,10 @@ def test_tiles_of_a_chain_are_compiled_and_what_keeps_results_is_named():
     compiling.warn_of_uncompiled.cache_clear()
     with pytest.warns(UserWarning, match="run uncompiled inside of torch.compile"):
         assert worst_error(differentiate(torch.compile(chain, backend=counter)), differentiate(chain)) < 1e-12
+
+
+def test_numbers_of_a_chain_are_constants_whatever_was_compiled_before():
+    for coupling in (momentum(m=0.9), momentum(m=0.5), momentum(kept_bits=3), momentum(kept_bits=1, sign="random")):
+        run(make_chain(coupling, depth=2), "invert")
+    assert not torch._dynamo.config.specialize_float
+    assert not torch._dynamo.config.specialize_int
