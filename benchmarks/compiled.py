@@ -33,7 +33,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -75,6 +75,9 @@ class Process:
     """One way to train, in a process of its own: forked, so that nothing is imported again.
 
     Args:
+        what: what returns an object with `measure` and `step`, and its arguments.
+
+    Attributes:
         result: what was measured; "error" where that failed.
     """
 
@@ -101,11 +104,11 @@ class Process:
         self._process.join()
 
 
-def _serve(connection: Connection, network: Network, backend: str, way: Way) -> None:
+def _serve(connection: Connection, make: Callable[..., Any], *what: Any) -> None:
     """Measure, then run a step whenever asked to."""
     torch.set_num_threads(1)  # not before: threads do not survive a fork
     try:
-        trained = _Trained(network, backend, way)
+        trained = make(*what)
         result = trained.measure()
     except Exception as error:
         traceback.print_exc()
@@ -191,15 +194,26 @@ class _Trained:
         self.step()
         self._module.zero_grad()
         gc.collect()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            self.step()
-        alive = peak = 0
-        for event in profiled.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                alive += event.nbytes()
-                peak = max(peak, alive)
+        peak = find_peak(profile_step(self.step))
         kernels, library = (sum(len(pattern.findall(code)) for code in codes) for pattern in (_KERNEL, _LIBRARY))
         return {"peak_bytes": peak, "kernels": kernels, "library_calls": library, "compile_seconds": seconds}
+
+
+def profile_step(step: Callable[[], object]) -> list[Any]:
+    """Return the profiler's events of a step."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    return list(profiled.profiler.kineto_results.events())
+
+
+def find_peak(events: Sequence[Any]) -> int:
+    """Return the most bytes that were alive, of those that the events of the allocator tell of."""
+    alive = peak = 0
+    for event in events:
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            peak = max(peak, alive)
+    return peak
 
 
 def measure_network(network: Network, backend: str, budgets: Sequence[float], rounds: int) -> list[Row]:
@@ -208,7 +222,7 @@ def measure_network(network: Network, backend: str, budgets: Sequence[float], ro
     rows: list[Row] = []
 
     def measure(way: Way) -> Row:
-        process = processes[way.name] = Process(network, backend, way)
+        process = processes[way.name] = Process(_Trained, network, backend, way)
         rows.append({"way": way.name} | process.result)
         note = {key: value for key, value in rows[-1].items() if key != "gradients"}
         print(f"{time.strftime('%X')} {backend} {note}", file=sys.stderr, flush=True)

@@ -13,7 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
-WRITE_A_FILE = ("runtime", "machinery", "lookahead", "tiles", "training_loop", "compiled")  # the others write into a folder
+WRITE_A_FILE = (  # the others write into a folder
+    *("runtime", "machinery", "lookahead", "tiles", "training_loop", "compiled", "compiled_reversible"),
+)
 OPTIONS = {"training_loop": ["--epochs", "1"], "tiles": ["--quick", "--only", "memory", "flops"]}
 WRITE_A_FOLDER = (
     *("planning", "reforwarding", "published_memory", "pareprop", "bytes_per_pixel", "numerics", "finetune"),
