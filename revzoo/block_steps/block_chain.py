@@ -254,7 +254,7 @@ class BlockStep(nn.Module):
         place: of the state among what the block returns; None if its shape tells it in every call.
     """
 
-    compiles_inside = True
+    compiles_inside = True  # `call_as_around` is for the block's own code
 
     def __init__(self, block: nn.Module, chain: BlockChain, index: int, place: int | None = None):
         self._block = ModuleReference(block)
