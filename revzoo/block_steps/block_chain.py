@@ -324,7 +324,9 @@ class BlockStep(nn.Module):
     def call_block(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block's own `forward`."""
         call = call_as_around
-        if around.get() is not None and not self._is_whole:  # what is cut or silenced is so for a while
+        if not (
+            self._is_whole or torch.compiler.is_compiling() or around.get() is None
+        ):  # what is cut or silenced is so for a while
             call = call_uncompiled
             warn_of_uncompiled()
         if self._own_forward is None:

@@ -13,6 +13,7 @@ Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reen
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -361,8 +362,10 @@ class RecordedCall:
         return True
 
     def _call(self, *inputs: Tensor) -> Any:
-        call = call_uncompiled if self._keeps else call_as_around  # only operations that are run one by one can be kept
-        return call(self.f, *inputs) if self._side is None else call(self.f, *inputs, self._side)
+        call = self.f
+        if around.get() is not None:  # only operations that are run one by one can be kept
+            call = partial(call_uncompiled if self._keeps else call_as_around, call)
+        return call(*inputs) if self._side is None else call(*inputs, self._side)
 
 
 def _cut(x: Tensor, requires_grad: bool) -> Tensor:

@@ -118,7 +118,7 @@ def test_what_is_measured():
         counted.append(revzoo.plan(given, TEXT, budget, loss=compute_loss, compiled=False))
     assert counted[0] == counted[1] == revzoo.plan(module, TEXT, budget, loss=compute_loss)
     assert counted[0].compiled_peak_bytes is counted[0].compiled_activation_bytes is None
-    with pytest.raises(InputError, match=r"Received: Model\. Plan without it, then compile its steps"):
+    with pytest.raises(InputError, match=r"Received: Model\. Plan without it, then torch.compile"):
         revzoo.plan(revzoo.create("rev_vit_digits"), torch.rand(2, 1, 8, 8), budget, compiled=True)
     meta = torch.compile(copy.deepcopy(module).to("meta"))
     assert revzoo.plan(meta, TEXT.to("meta"), budget, loss=compute_loss).compiled_activation_bytes is None
