@@ -33,7 +33,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -318,11 +318,11 @@ _COLUMNS = {  # of ratios to the stored step, and to the checkpoint's seconds
 }
 
 
-def make_table(title: str, rows: list[Row]) -> Table:
+def make_table(title: str, rows: list[Row], columns: Mapping[str, tuple[str, str]] = _COLUMNS) -> Table:
     """Return the table of a network; "planned" are FLOPs or time of the plan with a rival's peak."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("way", no_wrap=True)
-    columns = {key: column for key, column in _COLUMNS.items() if any(key in row for row in rows)}
+    columns = {key: column for key, column in columns.items() if any(key in row for row in rows)}
     for head, _ in columns.values():
         table.add_column(head, justify="right")
     for row in rows:

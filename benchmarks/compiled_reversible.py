@@ -28,12 +28,10 @@ import numpy as np
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from compiled import Process, Row, compute_loss, find_peak, profile_step
+from compiled import Process, Row, compute_loss, find_peak, make_table, profile_step
 from compiled_cases import list_networks, put_checkpoints
 from ordinary_networks import Network
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from runtime import describe_environment
 
 import revzoo
@@ -145,16 +143,6 @@ _COLUMNS = {
 }
 
 
-def make_table(title: str, rows: list[Row]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("way", no_wrap=True)
-    for head, _ in _COLUMNS.values():
-        table.add_column(head, justify="right")
-    for row in rows:
-        table.add_row(row["way"], *(format(row[key], form) if key in row else "" for key, (_, form) in _COLUMNS.items()))
-    return table
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ["llama", "gpt2", "vit_s"]
@@ -171,7 +159,7 @@ def main() -> None:
     for name in ["gpt2"] if args.quick else args.only:
         networks = [list_networks(None, True)[name]] if args.quick else [list_networks(depth, False)[name] for depth in DEPTHS]
         results[name] = measure_network(networks, list_ways(args.quick), 2 if args.quick else args.rounds)
-        console.print(make_table(name, results[name]))
+        console.print(make_table(name, results[name], _COLUMNS))
         if args.out:
             args.out.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
     console.print(about)

@@ -324,10 +324,8 @@ class BlockStep(nn.Module):
     def call_block(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block's own `forward`."""
         call = call_as_around
-        if not (
-            self._is_whole or torch.compiler.is_compiling() or around.get() is None
-        ):  # what is cut or silenced is so for a while
-            call = call_uncompiled
+        if not torch.compiler.is_compiling() and around.get() is not None and not self._is_whole:
+            call = call_uncompiled  # what is cut or silenced is so for a while
             warn_of_uncompiled()
         if self._own_forward is None:
             return call(type(self.block).forward, self.block, *args, **kwargs)
@@ -343,7 +341,7 @@ class BlockStep(nn.Module):
                 "ordinary network: revzoo.ordinary_(model)."
             )
         if is_traced():
-            return self._run_traced(x, arguments)
+            return self._trace(x, arguments)
         if torch.is_grad_enabled():
             return self._run_recorded(x, arguments)
         return self._run_plain(x, arguments)
@@ -397,7 +395,7 @@ class BlockStep(nn.Module):
         """Return whether the whole block can be a part of a graph that is traced."""
         return self._is_whole and self.block._compiled_call_impl is None and prepare_compiler() > 1
 
-    def _run_traced(self, x: Tensor, arguments: Arguments) -> Any:
+    def _trace(self, x: Tensor, arguments: Arguments) -> Any:
         chain, returned = self.chain, arguments.returned
         arguments, may_repeat = self._leave_out_caches(arguments)
         mode = chain._schedule[self.index] if may_repeat and torch.is_grad_enabled() else Mode.STORE

@@ -21,7 +21,7 @@ from revzoo.runtime.mode import Mode
 from revzoo.runtime.node import require_tensors, run_node
 from revzoo.runtime.seams import traces_backward
 from revzoo.runtime.segment import InvertedSegment
-from revzoo.runtime.traced_chain import regroup_traced
+from revzoo.runtime.traced_chain import trace_split
 from revzoo.runtime.update import Step, make_step
 
 
@@ -220,8 +220,7 @@ class Network(Scheduled, nn.Module):
         out = run_layers_before(layers, [x], lookahead=lookahead)
         if isinstance(out, Tensor):
             split = cast(Any, self.split)
-            is_undone = torch.is_grad_enabled() and traces_backward()
-            return regroup_traced(out, split, split.inverse) if is_undone else split(out), None
+            return trace_split(out, split, split.inverse) if traces_backward() else split(out), None
         return out.split(self.split), out.segment
 
     def _list_layers(self, name: str, module: nn.Module, stage: int | None = None) -> list[LayoutEntry]:

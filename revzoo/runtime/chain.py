@@ -38,7 +38,7 @@ from revzoo.runtime.layout import LayoutEntry, Scheduled
 from revzoo.runtime.lookahead import LookaheadOption, begin_lookahead
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.segment import InvertedSegment
-from revzoo.runtime.traced_chain import run_traced
+from revzoo.runtime.traced_chain import trace_chain
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives
 from revzoo.runtime.update import Step, StepUpdate, is_dense, make_step
 
@@ -188,7 +188,7 @@ def run_chain(
     is_traced_whole = drops and is_traced() and segment is None and not keep and all(step.tiles is None for step in steps)
     if is_traced_whole and seams.prepare_compiler() > (exact or any(step.coupling.is_exact for step in steps)):
         grid, pair = _start(links, x1, x2, exact)
-        return run_traced(links, pair, side, grid)
+        return trace_chain(links, pair, side, grid)
     if segment is not None or ((drops or any(step.tiles is not None for step in steps)) and not is_exporting()):
         return _run_recorded(links, x1, x2, side, exact, lookahead, segment, keep)
     return _run_plain(links, x1, x2, side, exact)

@@ -19,7 +19,7 @@ a shift is enough.
 from collections.abc import Sequence
 from functools import partial
 from math import frexp
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ from revzoo.runtime.nested import wraps_tensors
 GRIDS = {torch.float32: (16, 24), torch.float64: (32, 53)}
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
-T = TypeVar("T")
 LostBits = PackedBits | Tensor | None
 
 

@@ -22,7 +22,7 @@ from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.round import begin_round
 from revzoo.runtime.seams import traces_backward
 from revzoo.runtime.segment import InvertedSegment, KeptStates, SavedInputs
-from revzoo.runtime.traced_chain import run_layers_traced
+from revzoo.runtime.traced_chain import trace_layers
 from revzoo.runtime.transforms import must_store
 
 
@@ -115,7 +115,7 @@ def run_layers_before(
     drops = any(layer.mode.drops for layer in layers)
     if drops and torch.is_grad_enabled() and not is_exporting():
         if traces_backward():
-            return run_layers_traced(layers, x)
+            return trace_layers(layers, x)
         inputs.append(x)
         del x
         return _run_recorded(layers, inputs, lookahead)

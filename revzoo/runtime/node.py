@@ -15,7 +15,7 @@ from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.round import begin_round
 from revzoo.runtime.seams import traces_backward
 from revzoo.runtime.segment import KeptStates, SavedInputs
-from revzoo.runtime.traced_chain import run_node_traced
+from revzoo.runtime.traced_chain import trace_node
 from revzoo.runtime.transforms import must_store
 
 
@@ -35,7 +35,7 @@ def run_node(module: nn.Module, name: str, mode: Mode | str, *inputs: Tensor, lo
     if not mode.drops or not torch.is_grad_enabled() or is_exporting():
         out = module(*inputs)
     elif traces_backward():
-        out = run_node_traced(module, mode, *inputs)
+        out = trace_node(module, mode, *inputs)
     else:
         out = _run_recorded(module, name, mode, *inputs, lookahead=lookahead)
     end_call(module, out)

@@ -35,7 +35,7 @@ def is_held_alone(x: Tensor) -> bool:
     Other names of the same tensor object are not seen. Nor is a kernel of another stream that still reads the memory: the
     caller's work must be ordered after that kernel.
     """
-    if is_traceable_wrapper_subclass(x):
+    if torch.compiler.is_compiling() or is_traceable_wrapper_subclass(x):
         return False
     return _count_references(x) == _OWN_REFERENCES
 

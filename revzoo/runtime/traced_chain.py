@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
-from revzoo.invertible import add, halve, join_halves, subtract
+from revzoo.invertible import halve, join_halves
 from revzoo.runtime.chain_link import call_step
 from revzoo.runtime.coupling import Pair
 from revzoo.runtime.fingerprint import square_bits
@@ -23,7 +23,16 @@ from revzoo.runtime.layer_rules import Layer, expand, is_channelwise, is_coupled
 from revzoo.runtime.layerwise import slice_halves
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.transforms import warn_user
-from revzoo.runtime.update import BijectionUpdate, States, Step, StepUpdate, Update, get_strides, restore_strides
+from revzoo.runtime.update import (
+    AdditionUpdate,
+    BijectionUpdate,
+    States,
+    Step,
+    StepUpdate,
+    Update,
+    get_strides,
+    restore_strides,
+)
 
 BEGIN = "begin"  # in place of a mode: where a chain begins
 
@@ -67,7 +76,7 @@ def _pass_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 undo.register_autograd(_pass_gradient, setup_context=_count_kept)
 
 
-def run_traced(links: Sequence[Step | Bijection], pair: Pair, side: Any, grid: Any) -> Pair:
+def trace_chain(links: Sequence[Step | Bijection], pair: Pair, side: Any, grid: Any) -> Pair:
     """Run a chain while it is traced.
 
     Args:
@@ -87,16 +96,14 @@ def run_traced(links: Sequence[Step | Bijection], pair: Pair, side: Any, grid: A
     return pair
 
 
-def run_node_traced(module: nn.Module, mode: Mode, *inputs: Tensor) -> Any:
+def trace_node(module: nn.Module, mode: Mode, *inputs: Tensor) -> Any:
     """Call a node while it is traced, in mode `recompute` or `selective`."""
     inputs = tuple([begin(x) if x.is_floating_point() else x for x in inputs])
     out = module(*inputs)
-    if isinstance(out, Tensor):
-        return undo(out, out, out, out, None, [], mode.value)
-    return tuple([undo(each, each, each, each, None, [], mode.value) for each in out])
+    return _undo(out, mode.value) if isinstance(out, Tensor) else tuple([_undo(each, mode.value) for each in out])
 
 
-def run_layers_traced(layers: Sequence[Layer], x: Tensor) -> Tensor:
+def trace_layers(layers: Sequence[Layer], x: Tensor) -> Tensor:
     """Run layers while they are traced. A `Coupled` layer is two steps on the halves of its channels.
 
     The halves stay apart until a layer needs them together.
@@ -104,60 +111,71 @@ def run_layers_traced(layers: Sequence[Layer], x: Tensor) -> Tensor:
     layers = list(expand(layers))
     states: States = (begin(x),)
     if starts_in_halves(layers, x):
-        states = regroup_traced(states[0], halve, join_halves)
+        states = trace_split(states[0], halve, join_halves)
     for layer in layers:
         module = layer.module
         if is_coupled(module) and layer.is_inverted:
-            previous, current = states if len(states) == 2 else regroup_traced(states[0], halve, join_halves)
+            pair = states if len(states) == 2 else trace_split(states[0], halve, join_halves)
             for f in (module.f, module.g):
-                out = f(current)
-                y = add(previous, out)
-                previous, current = current, _undo(y, subtract(y.detach(), out.detach()), previous, current)
-            states = previous, current
+                pair = advance(AdditionUpdate(pair[0]), pair, f(pair[1]), Mode.INVERT)
+            states = pair
         elif layer.is_inverted and len(states) == 2 and is_channelwise(module):
             halves = zip(states, slice_halves(states), strict=True)
-            states = tuple([_run_layer_traced(module, half, channels) for half, channels in halves])
+            states = tuple([_trace_layer(module, half, channels) for half, channels in halves])
         else:
-            x = _join_traced(states)
+            x = _trace_join(states)
             if layer.is_inverted:
-                x = _run_layer_traced(module, x)
+                x = _trace_layer(module, x)
             else:
-                x = run_node_traced(module, layer.mode, x) if layer.mode.drops else begin(module(x))
+                x = trace_node(module, layer.mode, x) if layer.mode.drops else begin(module(x))
             states = (x,)
-    return _join_traced(states)
+    return _trace_join(states)
 
 
-def _run_layer_traced(module: nn.Module, x: Tensor, channels: slice | None = None) -> Tensor:
+def _trace_layer(module: nn.Module, x: Tensor, channels: slice | None = None) -> Tensor:
     y, *kept = call_layer(module, x, channels)
     options = {} if channels is None or not kept else {"channels": channels}
     with torch.no_grad():
         back = cast(Any, module).inverse(y.detach(), *kept, **options)
-    return _undo(y, back, x, x, kept)
+    return _undo(y, Mode.INVERT.value, back, x, x, kept)
 
 
-def _join_traced(states: States) -> Tensor:
+def _trace_join(states: States) -> Tensor:
     if len(states) == 1:
         return states[0]
     y = x = join_halves(*states)
     for before, back in zip(states, halve(y.detach()), strict=True):
-        x = _undo(x, back, before, before)
+        x = _undo(x, Mode.INVERT.value, back, before, before)
     return x
 
 
-def regroup_traced(x: Tensor, split: Callable[[Tensor], Pair], join: Callable[[Tensor, Tensor], Tensor]) -> Pair:
+def trace_split(x: Tensor, split: Callable[[Tensor], Pair], join: Callable[[Tensor, Tensor], Tensor]) -> Pair:
     """Return the two states into which one is split, while that is traced; `join` undoes it."""
     x1, x2 = split(x)
     x2 = begin(x2)
-    return _undo(x1, join(x1.detach(), x2.detach()), x, x), x2
-
-
-def _undo(y: Tensor, back: Tensor, before: Tensor, current: Tensor, kept: Sequence[Tensor] = ()) -> Tensor:
-    return undo(y, restore_strides(back, get_strides(before)), before, current, None, list(kept), Mode.INVERT.value)
+    return _undo(x1, Mode.INVERT.value, join(x1.detach(), x2.detach()), x, x), x2
 
 
 def begin(x: Tensor) -> Tensor:
     """Return a stream as the first state of a chain, or as the input of a node."""
-    return undo(x, x, x, x, None, [], BEGIN)
+    return _undo(x, BEGIN)
+
+
+def _undo(
+    after: Tensor,
+    mode: str,
+    back: Tensor | None = None,
+    before: Tensor | None = None,
+    current: Tensor | None = None,
+    kept: Sequence[Tensor] = (),
+    is_equal: Tensor | None = None,
+) -> Tensor:
+    """Return a state tied to what undoes it; without gradients the state alone."""
+    if not torch.is_grad_enabled():
+        return after
+    before = after if before is None else before
+    back = before if back is None else restore_strides(back, get_strides(before))
+    return undo(after, back, before, before if current is None else current, is_equal, list(kept), mode)
 
 
 def advance(update: Update, pair: Pair, out: Tensor | None, mode: Mode, is_exact: bool = False) -> Pair:
@@ -179,4 +197,4 @@ def advance(update: Update, pair: Pair, out: Tensor | None, mode: Mode, is_exact
             if is_exact:
                 kept.append(square_bits(previous.detach()))
                 is_equal = square_bits(back) == kept[-1]
-    return current, undo(following, back, previous, current, is_equal, kept, mode.value)
+    return current, _undo(following, mode.value, back, previous, current, kept, is_equal)

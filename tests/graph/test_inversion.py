@@ -347,3 +347,20 @@ def test_numbers_of_a_chain_are_constants_whatever_was_compiled_before():
         run(make_chain(coupling, depth=2), "invert")
     assert not torch._dynamo.config.specialize_float
     assert not torch._dynamo.config.specialize_int
+
+
+@torch.no_grad()
+def test_without_gradients_nothing_of_the_inverse_is_in_the_graph():
+    codes = list[str]()
+
+    def aot_eager_noting(graph: GraphModule, inputs: Any) -> Any:
+        codes.append(graph.code)
+        return graph.forward
+
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2))
+    revzoo.reversible_(model)
+    tokens = torch.randint(0, 64, (2, 16))
+    expected = model.eval()(input_ids=tokens, use_cache=False).logits
+    assert torch.equal(compile_chain(model, aot_eager_noting)(input_ids=tokens, use_cache=False).logits, expected)
+    assert len(codes) == 1
+    assert "undo" not in codes[0]
